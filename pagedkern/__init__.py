@@ -1,0 +1,66 @@
+"""pagedkern: the paged KV cache of LLM inference as a micro-library.
+
+Importing it loads nothing but this file: each public name is fetched from its module on first use, so that an engine that
+wants the block allocator or the ABI alone needs neither torch nor NumPy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {  # module: the public names that live there
+    "pagedkern.errors": (
+        "AuditError",
+        "BackendUnavailable",
+        "BlockIndexError",
+        "InvalidArgument",
+        "InvalidType",
+        "OutOfBlocks",
+        "PagedKernError",
+        "StaleSequence",
+        "Unsupported",
+    ),
+    "pagedkern.allocator": ("BlockAllocator", "Sequence", "Step", "Verdict"),
+    "pagedkern.cache": ("KVCache",),
+    "pagedkern.backends": ("BackendInfo",),
+    "pagedkern.ops": ("Choice", "copy_blocks", "explain", "merge_states", "paged_attention", "write_kv"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_SUBMODULES = ("abi", "allocator", "autotune", "backends", "cache", "errors", "integrations", "ops")
+
+__all__ = ["__version__", "backends", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:  # `backends` is also a public function: the module is callable
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'pagedkern' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if TYPE_CHECKING:
+    from pagedkern.allocator import BlockAllocator, Sequence, Step, Verdict
+    from pagedkern.backends import BackendInfo, backends
+    from pagedkern.cache import KVCache
+    from pagedkern.errors import (
+        AuditError,
+        BackendUnavailable,
+        BlockIndexError,
+        InvalidArgument,
+        InvalidType,
+        OutOfBlocks,
+        PagedKernError,
+        StaleSequence,
+        Unsupported,
+    )
+    from pagedkern.ops import Choice, copy_blocks, explain, merge_states, paged_attention, write_kv

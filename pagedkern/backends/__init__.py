@@ -1,0 +1,71 @@
+"""The registry of backends. A new backend is one package beside this file and one line in `_LOCATIONS`.
+
+The module itself is callable: `pagedkern.backends()` lists every backend with its availability.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import cast
+
+from pagedkern.backends.base import Backend
+from pagedkern.errors import BackendUnavailable, InvalidArgument
+
+_LOCATIONS = {  # name: "module:class", in the order in which backend="auto" prefers them when nothing was tuned
+    "cpu": "pagedkern.backends.cpu:CpuBackend",
+    "reference": "pagedkern.backends.reference:ReferenceBackend",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """One line of `pagedkern.backends()`."""
+
+    name: str
+    available: bool
+    emulated: bool  # runs GPU kernels on the CPU by an interpreter or simulator
+    reason: str  # why it is not available, or what it runs on
+
+
+def names() -> tuple[str, ...]:
+    """The registered backends, in the order of preference of `backend="auto"`."""
+    return tuple(_LOCATIONS)
+
+
+@cache
+def load(name: str) -> Backend:
+    """The backend of that name, its module imported on first use, whether or not it can run here."""
+    if name not in _LOCATIONS:
+        raise InvalidArgument(f"backend: got {name!r}, accepted are 'auto', {', '.join(map(repr, _LOCATIONS))}")
+    module, _, attribute = _LOCATIONS[name].partition(":")
+    return cast(Backend, getattr(import_module(module), attribute)())
+
+
+@cache
+def available(name: str) -> Backend:
+    """The backend of that name; raises `BackendUnavailable` with the missing piece if it cannot run here."""
+    backend = load(name)
+    probe = backend.probe()
+    if not probe.available:
+        raise BackendUnavailable(f"backend={name!r} cannot run here: {probe.reason}")
+    return backend
+
+
+def backends() -> list[BackendInfo]:
+    """Every backend with its availability on this machine, and the reason."""
+    probes = ((name, load(name).probe()) for name in _LOCATIONS)
+    return [BackendInfo(name, p.available, p.emulated, p.reason) for name, p in probes]
+
+
+class _CallableModule(ModuleType):
+    """Lets `pagedkern.backends` be the package and the public function at once, in whatever order they are imported."""
+
+    def __call__(self) -> list[BackendInfo]:
+        return backends()
+
+
+sys.modules[__name__].__class__ = _CallableModule

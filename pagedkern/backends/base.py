@@ -1,0 +1,154 @@
+"""What a backend is: the protocol that each one implements and the records that `pagedkern.ops` hands to it.
+
+`ops` has validated every field before a backend sees it: dtypes, devices, shapes, strides and ranges of host numbers are
+as documented here, and a launcher trusts them. What it cannot trust are numbers that live on the device (block ids,
+lengths, slots): entries that section 3 of the ABI calls unused may hold anything and are never followed.
+
+Shapes: S sequences, T query tokens, H query heads, G KV heads, D head_dim of Q and K, E head_dim of V, N blocks,
+B tokens a block, W width of the block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a call asks for, as far as shapes, dtypes and flags tell: the key of support, configuration and tuning.
+
+    It holds nothing that would have to be read from the device, so two calls with equal shapes are equal problems.
+    """
+
+    device: str  # torch device type: "cpu", "cuda"
+    q_dtype: str  # "float32", "float16", "bfloat16"
+    kv_dtype: str  # the same, or "float8_e4m3fn", "float8_e5m2", "int8"
+    num_heads: int  # H
+    num_kv_heads: int  # G, divides H
+    head_dim: int  # D
+    head_dim_v: int  # E
+    block_size: int  # B, tokens
+    num_seqs: int  # S
+    num_tokens: int  # T
+    max_seqlen_q: int  # upper bound of the query tokens of one sequence; 1 is decode
+    max_seqlen_k: int  # upper bound of the context: W * B
+    causal: bool = True
+    sliding_window: int | None = None
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head, H / G."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer."""
+        return self.num_kv_heads * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.kv_dtype]
+
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+"""Bytes of one element, for each dtype that a cache may have."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Base of a backend's tunable parameters. Subclasses are frozen dataclasses whose fields are plain numbers or names."""
+
+    def to_dict(self) -> dict[str, int | float | str | bool]:
+        """The fields as a JSON object; `type(config)(**d)` gives the config back."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """One attention call. Every element of `out` and `lse` must be written, also rows that belong to no sequence
+    (rows at or past `cu_seqlens_q[-1]`): those see nothing, so out = 0 and lse = -inf, or the sink if there is one."""
+
+    q: Tensor  # [T, H, D], last dimension contiguous
+    k_cache: Tensor  # [N, B, G, D], strides free but for the last dimension
+    v_cache: Tensor  # [N, B, G, E]
+    block_table: Tensor  # int32 [S, W], row stride free; an entry wholly past seq_len or behind the window may be garbage
+    seq_lens: Tensor  # int32 [S], tokens in the cache, this step's included; 0 = padding row
+    cu_seqlens_q: Tensor | None  # int32 [S+1]; None: T == S, one query a sequence
+    max_seqlen_q: int  # upper bound of query tokens of one sequence
+    scale: float
+    causal: bool
+    sliding_window: int | None  # tokens seen, the query's own included; >= 1
+    softcap: float | None  # > 0
+    alibi_slopes: Tensor | None  # float32 [H]
+    sinks: Tensor | None  # float32 [H]
+    k_scale: Tensor | None  # float32 [G]; given exactly when the cache is quantized
+    v_scale: Tensor | None  # float32 [G]
+    out: Tensor  # [T, H, E], dtype of q, last dimension contiguous
+    lse: Tensor | None  # float32 [T, H], natural logarithm
+
+
+@dataclass(slots=True)
+class WriteCall:
+    """Store the K and V of new tokens. A quantized cache stores `round(x / scale)`, rounded to nearest even and saturated
+    to the largest finite value; NaN stays NaN in float8 and becomes 0 in int8."""
+
+    k: Tensor  # [T, G, D], float32, float16 or bfloat16, last dimension contiguous
+    v: Tensor  # [T, G, E]
+    k_cache: Tensor  # [N, B, G, D]
+    v_cache: Tensor  # [N, B, G, E]
+    slot_mapping: Tensor  # int64 [T], block * B + offset; -1 = write nothing
+    k_scale: Tensor | None  # float32 [G]; given exactly when the cache is quantized
+    v_scale: Tensor | None  # float32 [G]
+
+
+@dataclass(slots=True)
+class CopyCall:
+    """Copy whole blocks inside each cache, every pair as if all sources were read before any destination is written.
+    `ops` refuses nothing about overlap: callers with dependent pairs split them (as `KVCache.apply` does)."""
+
+    caches: list[Tensor]  # each [N, ...], blocks in the first dimension, any strides
+    src_blocks: Tensor  # int64 [n], on the caches' device
+    dst_blocks: Tensor  # int64 [n], no id twice
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether a backend can run on this machine."""
+
+    available: bool
+    reason: str  # why not (the exact missing package or driver and the command that brings it), or what it runs on
+    emulated: bool = False  # runs GPU kernels on the CPU by an interpreter or simulator
+
+
+class Backend(Protocol):
+    """One implementation of the three operations. Instances hold no tensors and may be used from several threads."""
+
+    name: ClassVar[str]
+
+    def probe(self) -> Probe:
+        """Look for what the backend needs, without side effects; cheap enough for `backends()`."""
+
+    def supports(self, problem: Problem) -> str | None:
+        """None if the backend computes this problem exactly, else the reason why not. Never a wrong answer."""
+
+    def configs(self, problem: Problem) -> Iterable[Config]:
+        """The sensible configurations for a tuner to try, the default among them."""
+
+    def default_config(self, problem: Problem) -> Config:
+        """The configuration used when nothing was tuned. Depends on the model's shape, not on the batch."""
+
+    def make_config(self, fields: Mapping[str, object]) -> Config:
+        """The config with these fields; raises `InvalidArgument` naming the field that is unknown or out of range."""
+
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        """Compute section 4 into `call.out` and `call.lse`."""
+
+    def write_kv(self, call: WriteCall) -> None:
+        """Scatter K and V into their slots."""
+
+    def copy_blocks(self, call: CopyCall) -> None:
+        """Copy blocks in every cache."""
