@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,7 @@ class Problem:
     """What a call asks for, as far as shapes, dtypes and flags tell: the key of support, configuration and tuning.
 
     It holds nothing that would have to be read from the device, so two calls with equal shapes are equal problems.
+    A `write_kv` problem has H = G and the dtype of the new K in `q_dtype`; of a `copy_blocks` problem only `device` is set.
     """
 
     device: str  # torch device type: "cpu", "cuda"
@@ -37,6 +38,7 @@ class Problem:
     num_tokens: int  # T
     max_seqlen_q: int  # upper bound of the query tokens of one sequence; 1 is decode
     max_seqlen_k: int  # upper bound of the context: W * B
+    op: Literal["attention", "write_kv", "copy_blocks"] = "attention"
     causal: bool = True
     sliding_window: int | None = None
     softcap: bool = False
@@ -75,7 +77,9 @@ class AttentionCall:
     q: Tensor  # [T, H, D], last dimension contiguous
     k_cache: Tensor  # [N, B, G, D], strides free but for the last dimension
     v_cache: Tensor  # [N, B, G, E]
-    block_table: Tensor  # int32 [S, W], row stride free; an entry wholly past seq_len or behind the window may be garbage
+    block_table: (
+        Tensor  # int32 [S, W], row stride free; an entry wholly past seq_len or behind the window may be garbage
+    )
     seq_lens: Tensor  # int32 [S], tokens in the cache, this step's included; 0 = padding row
     cu_seqlens_q: Tensor | None  # int32 [S+1]; None: T == S, one query a sequence
     max_seqlen_q: int  # upper bound of query tokens of one sequence

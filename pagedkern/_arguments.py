@@ -1,0 +1,202 @@
+"""What a call accepts: one check a rule, each with a message that names the argument, what came and what is accepted.
+
+`pagedkern.ops` calls these once, before anything is written. They read shapes, dtypes, strides and host numbers only,
+never device memory, and `torch.compile` traces through them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, NoReturn, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pagedkern.errors import InvalidArgument, InvalidType
+
+
+class SupportsDLPack(Protocol):
+    """NumPy, CuPy and JAX arrays, among others."""
+
+    def __dlpack__(self) -> Any: ...
+
+
+class SupportsCudaArray(Protocol):
+    """CuPy and Numba arrays on a GPU."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+ArrayLike: TypeAlias = Tensor | SupportsDLPack | SupportsCudaArray
+"""What every call takes for an array: never copied, always on one device."""
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, *QUANTIZED)}
+
+
+def refuse(name: str, got: object, accepted: str) -> NoReturn:
+    """Raise the error for a value, shape, dtype or device that is not accepted."""
+    raise InvalidArgument(f"{name}: got {got}, accepted is {accepted}")
+
+
+def tensor(name: str, value: object, ndim: int, axes: str) -> Tensor:
+    """A tensor of that rank, without a copy; also from anything that exports DLPack or `__cuda_array_interface__`."""
+    if not isinstance(value, Tensor):
+        value = _imported(name, value)
+    if value.ndim != ndim:
+        refuse(name, f"shape {list(value.shape)}", f"{ndim} dimensions {axes}")
+    if value.layout is not torch.strided:
+        refuse(name, f"layout {value.layout}", "a strided tensor")
+    if value.requires_grad and torch.is_grad_enabled():
+        refuse(name, "a tensor that requires grad", "inference only: call it under torch.no_grad()")
+    return value
+
+
+def _imported(name: str, value: object) -> Tensor:
+    try:
+        if hasattr(value, "__dlpack__"):
+            return torch.from_dlpack(value)
+        if hasattr(value, "__cuda_array_interface__"):
+            return torch.as_tensor(value, device="cuda")
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"{name}: got {type(value).__name__} that torch cannot import without a copy: {error}"
+        ) from error
+    raise InvalidType(
+        f"{name}: got {type(value).__name__}, accepted is a torch tensor or an exporter of DLPack or __cuda_array_interface__"
+    )
+
+
+def dtype(name: str, value: Tensor, *accepted: torch.dtype) -> None:
+    if value.dtype not in accepted:
+        refuse(name, f"dtype {value.dtype}", " or ".join(map(str, accepted)))
+
+
+def device(name: str, value: Tensor, expected: torch.device, of: str) -> None:
+    if value.device != expected:
+        refuse(name, f"a tensor on {value.device}", f"{expected}, where {of} is")
+
+
+def shape(name: str, value: Tensor, expected: tuple[int, ...], axes: str) -> None:
+    if tuple(value.shape) != expected:
+        refuse(name, f"shape {list(value.shape)}", f"{axes} = {list(expected)}")
+
+
+def last_contiguous(name: str, value: Tensor) -> None:
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        refuse(name, f"strides {list(value.stride())}", "a last dimension that is contiguous (stride 1)")
+
+
+def index_vector(
+    name: str, value: object, length: int | None, axes: str, like: Tensor, of: str, kind: torch.dtype
+) -> Tensor:
+    """A contiguous vector of int32 or int64 numbers on the device of `like`."""
+    result = tensor(name, value, 1, axes)
+    dtype(name, result, kind)
+    device(name, result, like.device, of)
+    if length is not None:
+        shape(name, result, (length,), axes)
+    last_contiguous(name, result)
+    return result
+
+
+def head_vector(name: str, value: object, length: int, axes: str, like: Tensor) -> Tensor:
+    """A contiguous float32 vector with a number for each head."""
+    result = tensor(name, value, 1, axes)
+    dtype(name, result, torch.float32)
+    device(name, result, like.device, "q")
+    shape(name, result, (length,), axes)
+    last_contiguous(name, result)
+    return result
+
+
+def integer(name: str, value: object, minimum: int, accepted: str) -> int:
+    """A host integer; floats, bools and tensors are refused rather than rounded or read back."""
+    if isinstance(value, (bool, float, Tensor)):
+        raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}")
+    if not isinstance(value, (int, torch.SymInt)):
+        try:
+            value = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}") from None
+    if value < minimum:
+        refuse(name, value, accepted)
+    return value  # type: ignore[return-value]
+
+
+def number(name: str, value: object, accepted: str) -> float:
+    """A finite host number."""
+    if isinstance(value, (bool, Tensor)):
+        raise InvalidType(f"{name}: got {type(value).__name__}, accepted is {accepted}")
+    if not isinstance(value, (int, float)):
+        try:
+            value = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}") from None
+    if not math.isfinite(value):
+        refuse(name, value, accepted)
+    return float(value)
+
+
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is True or False")
+    return value
+
+
+def caches(k_cache: object, v_cache: object) -> tuple[Tensor, Tensor]:
+    """The two halves of one layer's cache: equal in dtype, device, blocks, block size and KV heads."""
+    k = tensor("k_cache", k_cache, 4, "[num_blocks, block_size, num_kv_heads, head_dim]")
+    v = tensor("v_cache", v_cache, 4, "[num_blocks, block_size, num_kv_heads, head_dim_v]")
+    dtype("k_cache", k, *FLOATS, *QUANTIZED)
+    dtype("v_cache", v, k.dtype)
+    device("v_cache", v, k.device, "k_cache")
+    if v.shape[:3] != k.shape[:3]:
+        refuse(
+            "v_cache", f"shape {list(v.shape)}", f"the blocks, block size and KV heads of k_cache {list(k.shape[:3])}"
+        )
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        if 0 in cache.shape[1:]:
+            refuse(name, f"shape {list(cache.shape)}", "at least 1 in block size, KV heads and head_dim")
+        last_contiguous(name, cache)
+    return k, v
+
+
+def scale(name: str, value: object, cache: Tensor) -> tuple[Tensor | None, float]:
+    """The scale of a quantized cache as (float32 vector over KV heads or None, number that holds when there is none)."""
+    if value is None:
+        return None, 1.0
+    if cache.dtype not in QUANTIZED:
+        refuse(name, "a scale", f"None for a cache of {cache.dtype}: only quantized caches are scaled")
+    accepted = "a positive number or float32 [num_kv_heads]"
+    if isinstance(value, (int, float)):
+        result = number(name, value, accepted)
+        if result <= 0:
+            refuse(name, value, accepted)
+        return None, result
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = value.expand(cache.shape[2]).contiguous()
+    return head_vector(name, value, cache.shape[2], "[num_kv_heads]", cache), 1.0
+
+
+def output(name: str, value: object, expected: tuple[int, ...], axes: str, kind: torch.dtype, like: Tensor) -> Tensor:
+    """A tensor to write into: it must not write one element twice."""
+    result = tensor(name, value, len(expected), axes)
+    dtype(name, result, kind)
+    device(name, result, like.device, "q")
+    shape(name, result, expected, axes)
+    last_contiguous(name, result)
+    if any(size > 1 and stride == 0 for size, stride in zip(result.shape, result.stride(), strict=True)):
+        refuse(name, f"strides {list(result.stride())}", "memory of its own for each element")
+    return result
+
+
+def backend_name(value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidType(
+            f"backend: got {type(value).__name__}, accepted is 'auto' or a name from pagedkern.backends()"
+        )
+    return value

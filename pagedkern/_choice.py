@@ -1,0 +1,106 @@
+"""Which backend and configuration computes a problem: the caller's, the tuned one, or a stated default, in that order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import pagedkern.backends as registry
+from pagedkern.backends.base import Backend, Config, Problem
+from pagedkern.errors import InvalidArgument, InvalidType, Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend and a configuration for one problem, and why these."""
+
+    backend: str
+    config: Config
+    tier: str  # "explicit", "tuned", "tuned-nearest" (another workload or device) or "default"
+    reason: str
+    problem: Problem
+    implementation: Backend = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        fields = ", ".join(f"{k}={v}" for k, v in self.config.to_dict().items())
+        return f"{self.backend}({fields}) [{self.tier}]: {self.reason}"
+
+
+def encode_config(config: Config | Mapping[str, object] | None, backend: str) -> str:
+    """A caller's configuration as a string, the form in which it passes through an operator's schema."""
+    if config is None:
+        return ""
+    if backend == "auto":
+        raise InvalidArgument("config: got a configuration with backend='auto', accepted is one for a named backend")
+    if isinstance(config, Config):
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise InvalidType(
+            f"config: got {type(config).__name__}, accepted is a config object, a mapping of its fields, or None"
+        )
+    try:
+        return json.dumps(dict(config), sort_keys=True)
+    except TypeError as error:
+        raise InvalidType(f"config: got a field that is not a plain number, name or flag: {error}") from None
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, backend: str, config: str) -> Choice:
+    """The backend to use for a problem; `backend` is "auto" or a name, `config` "" or the string of `encode_config`.
+
+    Cached: call `choose.cache_clear()` after the store of tuned choices has changed.
+
+    Raises:
+        InvalidArgument: no such backend, or a field that its configuration does not have.
+        BackendUnavailable, Unsupported: the named backend cannot run here, or cannot compute the problem.
+    """
+    if backend == "auto":
+        return _tuned(problem) or _default(problem)
+    implementation = registry.available(backend)
+    if (reason := implementation.supports(problem)) is not None:
+        raise Unsupported(f"backend={backend!r} cannot compute this: {reason}")
+    if config:
+        chosen = implementation.make_config(json.loads(config))
+        return Choice(backend, chosen, "explicit", "backend and config given by the caller", problem, implementation)
+    tuned = _tuned(problem, backend)
+    if tuned is not None:
+        return tuned
+    chosen = implementation.default_config(problem)
+    return Choice(
+        backend, chosen, "explicit", "backend given by the caller, its default config", problem, implementation
+    )
+
+
+def _tuned(problem: Problem, backend: str | None = None) -> Choice | None:
+    """What the autotuner found for this problem, if that can run here."""
+    if problem.op != "attention":
+        return None
+    from pagedkern.autotune import store  # read on first use: an untuned engine never opens it
+
+    found = store.lookup(problem, backend)
+    if found is None or found.backend not in registry.names():
+        return None
+    implementation = registry.load(found.backend)
+    if not implementation.probe().available or implementation.supports(problem) is not None:
+        return None
+    try:
+        config = implementation.make_config(found.config)
+    except InvalidArgument:  # tuned by a version whose configs had other fields: as good as not tuned
+        return None
+    return Choice(found.backend, config, found.tier, found.reason, problem, implementation)
+
+
+def _default(problem: Problem) -> Choice:
+    """The first backend of the registry that can run here and supports the problem."""
+    passed_over: list[str] = []
+    for name in registry.names():
+        implementation = registry.load(name)
+        probe = implementation.probe()
+        reason = implementation.supports(problem) if probe.available else probe.reason
+        if reason is None:
+            why = "; ".join(["not tuned: first backend that supports the problem", *passed_over])
+            return Choice(name, implementation.default_config(problem), "default", why, problem, implementation)
+        passed_over.append(f"{name}: {reason}")
+    raise Unsupported(f"backend='auto': no backend can compute this: {'; '.join(passed_over)}")
