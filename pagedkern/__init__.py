@@ -1,7 +1,7 @@
 """pagedkern: the paged KV cache of LLM inference as a micro-library.
 
-Importing it loads nothing but this file: each public name is fetched from its module on first use, so that an engine that
-wants the block allocator or the ABI alone needs neither torch nor NumPy.
+Importing it loads nothing but this file: each public name is fetched from its module on first use, so that an engine
+that wants the block allocator or the ABI alone needs neither torch nor NumPy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,31 @@ _HOMES = {  # module: the public names that live there
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 _SUBMODULES = ("abi", "allocator", "autotune", "backends", "cache", "errors", "integrations", "ops")
 
-__all__ = ["__version__", "backends", *sorted(_HOME)]
+__all__ = [
+    "AuditError",
+    "BackendInfo",
+    "BackendUnavailable",
+    "BlockAllocator",
+    "BlockIndexError",
+    "Choice",
+    "InvalidArgument",
+    "InvalidType",
+    "KVCache",
+    "OutOfBlocks",
+    "PagedKernError",
+    "Sequence",
+    "StaleSequence",
+    "Step",
+    "Unsupported",
+    "Verdict",
+    "__version__",
+    "backends",
+    "copy_blocks",
+    "explain",
+    "merge_states",
+    "paged_attention",
+    "write_kv",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -11,6 +11,7 @@ import operator
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from pagedkern.errors import InvalidArgument, InvalidType
@@ -58,7 +59,7 @@ def tensor(name: str, value: object, ndim: int, axes: str) -> Tensor:
 def _imported(name: str, value: object) -> Tensor:
     try:
         if hasattr(value, "__dlpack__"):
-            return torch.from_dlpack(value)
+            return torch.utils.dlpack.from_dlpack(value)
         if hasattr(value, "__cuda_array_interface__"):
             return torch.as_tensor(value, device="cuda")
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -66,7 +67,8 @@ def _imported(name: str, value: object) -> Tensor:
             f"{name}: got {type(value).__name__} that torch cannot import without a copy: {error}"
         ) from error
     raise InvalidType(
-        f"{name}: got {type(value).__name__}, accepted is a torch tensor or an exporter of DLPack or __cuda_array_interface__"
+        f"{name}: got {type(value).__name__}, "
+        "accepted is a torch tensor or an exporter of DLPack or __cuda_array_interface__"
     )
 
 
@@ -166,7 +168,7 @@ def caches(k_cache: object, v_cache: object) -> tuple[Tensor, Tensor]:
 
 
 def scale(name: str, value: object, cache: Tensor) -> tuple[Tensor | None, float]:
-    """The scale of a quantized cache as (float32 vector over KV heads or None, number that holds when there is none)."""
+    """The scale of a quantized cache: (float32 vector over KV heads or None, number that holds if there is none)."""
     if value is None:
         return None, 1.0
     if cache.dtype not in QUANTIZED:

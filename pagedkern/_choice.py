@@ -1,4 +1,4 @@
-"""Which backend and configuration computes a problem: the caller's, the tuned one, or a stated default, in that order."""
+"""Which backend and configuration computes a problem: the caller's, the tuned one, or a stated default."""
 
 from __future__ import annotations
 

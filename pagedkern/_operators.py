@@ -20,8 +20,8 @@ _library = torch.library.Library("pagedkern", "DEF")
 _library.define(
     "attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor? cu_seqlens_q, "
     "SymInt max_seqlen_q, float scale, bool causal, SymInt? sliding_window, float? softcap, Tensor? alibi_slopes, "
-    "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float k_number, float v_number, str backend, str config, bool debug, "
-    "Tensor(a!) out, Tensor(b!)? lse) -> ()"
+    "Tensor? sinks, Tensor? k_scale, Tensor? v_scale, float k_number, float v_number, str backend, str config, "
+    "bool debug, Tensor(a!) out, Tensor(b!)? lse) -> ()"
 )
 _library.define(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, Tensor? k_scale, "
@@ -51,7 +51,7 @@ AttentionArguments: TypeAlias = tuple[
     str,  # backend
     str,  # config
 ]
-"""The arguments of the attention operator up to `debug`. `k_number` is the scale of a quantized cache if there is no vector."""
+"""The attention operator's arguments up to `debug`; `k_number` scales a quantized cache if there is no vector."""
 
 
 def attention_problem(
@@ -68,28 +68,19 @@ def attention_problem(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
-    *_: object,
+    *_rest: object,
 ) -> Problem:
     """What the attention operator's arguments ask for."""
     _, block_size, kv_heads, head_dim = k_cache.shape
     num_seqs, width = block_table.shape
     return _problem(
-        q.device.type, q.dtype, k_cache.dtype, q.shape[1], kv_heads, head_dim, v_cache.shape[3], block_size, num_seqs,
-        q.shape[0], max_seqlen_q, width * block_size, causal, sliding_window, softcap is not None, alibi_slopes is not None,
-        sinks is not None,
+        q.device.type, DTYPE_NAMES[q.dtype], DTYPE_NAMES[k_cache.dtype], q.shape[1], kv_heads, head_dim,
+        v_cache.shape[3], block_size, num_seqs, q.shape[0], max_seqlen_q, width * block_size, "attention", causal, sliding_window,
+        softcap is not None, alibi_slopes is not None, sinks is not None,
     )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
-def _problem(
-    device: str, q_dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, head_dim_v: int,
-    block_size: int, num_seqs: int, num_tokens: int, max_seqlen_q: int, max_seqlen_k: int, causal: bool,
-    sliding_window: int | None, softcap: bool, alibi: bool, sinks: bool,
-) -> Problem:  # fmt: skip
-    return Problem(
-        device, DTYPE_NAMES[q_dtype], DTYPE_NAMES[kv_dtype], heads, kv_heads, head_dim, head_dim_v, block_size, num_seqs,
-        num_tokens, max_seqlen_q, max_seqlen_k, "attention", causal, sliding_window, softcap, alibi, sinks,
-    )  # fmt: skip
+_problem = lru_cache(maxsize=4096)(Problem)  # finding an equal one is quicker than making one
 
 
 def _attention(

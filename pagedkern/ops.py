@@ -1,8 +1,9 @@
 """The operations: each validates its arguments once, chooses a backend and a configuration, and launches.
 
-They are custom operators of torch (`torch.ops.pagedkern.*`), so `torch.compile(fullgraph=True)` takes them whole. Letters in
-the docstrings: S sequences, T tokens, H query heads, G KV heads, D head_dim, E head_dim of V, N blocks, B tokens a block,
-W columns of the block table.
+They are custom operators of torch (`torch.ops.pagedkern.*`), so `torch.compile(fullgraph=True)` takes them whole.
+Letters in
+the docstrings: S sequences, T tokens, H query heads, G KV heads, D head_dim, E head_dim of V, N blocks, B tokens a
+block, W columns of the block table.
 """
 
 from __future__ import annotations
@@ -95,16 +96,17 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of T query tokens over the keys and values that a block table points to.
 
-    The queries of sequence i are rows `cu_seqlens_q[i] .. cu_seqlens_q[i+1]-1` of q and stand at the last positions of its
-    `seq_lens[i]` tokens, whose K and V are already in the cache. Decode, chunked prefill and speculative verification
-    may be mixed in one call. A row that sees no key gives out = 0 and lse = -inf (the sink, if there is one).
+    The queries of sequence i are rows `cu_seqlens_q[i] .. cu_seqlens_q[i+1]-1` of q and stand at the last positions of
+    its `seq_lens[i]` tokens, whose K and V are already in the cache. Decode, chunked prefill and speculative
+    verification may be mixed in one call. A row that sees no key gives out = 0 and lse = -inf (the sink, if there is
+    one).
 
     Args:
         q: [T, H, D], float32, float16 or bfloat16, last dimension contiguous.
-        k_cache, v_cache: [N, B, G, D] and [N, B, G, E], equal dtype (a float dtype, float8_e4m3fn, float8_e5m2 or int8); any
-            strides but for the last dimension, so NHD, HND and fused tensors are views of this shape.
-        block_table: int32 [S, W], any row stride: entry [i, j] is the block of sequence i's tokens j*B .. j*B+B-1. Entries
-            past the sequence, or wholly behind its sliding window, are never followed and may hold anything.
+        k_cache, v_cache: [N, B, G, D] and [N, B, G, E], equal dtype (a float dtype, float8_e4m3fn, float8_e5m2 or
+            int8); any strides but for the last dimension, so NHD, HND and fused tensors are views of this shape.
+        block_table: int32 [S, W], any row stride: entry [i, j] is the block of sequence i's tokens j*B .. j*B+B-1.
+            Entries past the sequence, or wholly behind its sliding window, are never followed and may hold anything.
         seq_lens: int32 [S], tokens in the cache with this step's own; 0 is a padding row.
         cu_seqlens_q: int32 [S+1], prefix sums of query lengths, from 0. None: one query a sequence, T == S.
         max_seqlen_q: an upper bound of the query length of every sequence; only saves work. None: T.
@@ -117,9 +119,11 @@ def paged_attention(
         k_scale, v_scale: of a quantized cache: a positive number or float32 [G]; None is 1.
         out: [T, H, E] in q's dtype to write into; None allocates it.
         return_lse: also return the natural logarithm of the softmax denominator, float32 [T, H].
-        backend: a name from `pagedkern.backends()`, or "auto": the tuned choice, else the first that supports the problem.
+        backend: a name from `pagedkern.backends()`, or "auto": the tuned choice, else the first that supports the
+            problem.
         config: the backend's parameters, a config object or a mapping of its fields; None is tuned or default.
-        debug: also check block ids, lengths and offsets on the device (synchronises): `BlockIndexError` names the place.
+        debug: also check block ids, lengths and offsets on the device (synchronises): `BlockIndexError` names the
+            place.
 
     Returns:
         out, or (out, lse). If `out` was given it is returned as a tensor over the same memory.
@@ -268,9 +272,9 @@ def write_kv(
 ) -> None:
     """Write the K and V of T new tokens into their slots of the cache.
 
-    A quantized cache stores `x / scale` rounded to nearest even and saturated to its largest finite value (NaN stays NaN
-    in float8 and becomes 0 in int8); a float cache stores x rounded to its dtype. If a slot occurs twice, one of the two
-    tokens is stored.
+    A quantized cache stores `x / scale` rounded to nearest even and saturated to its largest finite value (NaN stays
+    NaN in float8 and becomes 0 in int8); a float cache stores x rounded to its dtype. If a slot occurs twice, one of
+    the two tokens is stored.
 
     Args:
         k, v: [T, G, D] and [T, G, E], float32, float16 or bfloat16 (both the same), last dimension contiguous.
@@ -315,8 +319,8 @@ def copy_blocks(
     """Copy block `src_blocks[i]` to block `dst_blocks[i]` in every cache, as if all were read before any is written.
 
     Args:
-        caches: tensors of any dtype with blocks in the first dimension, such as the k_cache and v_cache of every layer; any
-            strides; written in place.
+        caches: tensors of any dtype with blocks in the first dimension, such as the k_cache and v_cache of every
+            layer; any strides; written in place.
         src_blocks, dst_blocks: int64 [n] on the caches' device. A destination may not occur twice.
         backend: a name from `pagedkern.backends()`, or "auto".
         debug: also check the ids on the device (synchronises).
@@ -324,8 +328,8 @@ def copy_blocks(
     Raises:
         InvalidArgument (InvalidType): an argument that is not accepted; nothing was written.
         BackendUnavailable: the named backend cannot run here.
-        BlockIndexError: an id out of range or a destination given twice (with `debug`, or where checking is free); nothing
-            was written.
+        BlockIndexError: an id out of range or a destination given twice (with `debug`, or where checking is free);
+            nothing was written.
     """
     if isinstance(caches, Tensor) or not isinstance(caches, Sequence):
         raise InvalidType(f"caches: got {type(caches).__name__}, accepted is a list or tuple of tensors")

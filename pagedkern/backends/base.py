@@ -1,7 +1,7 @@
 """What a backend is: the protocol that each one implements and the records that `pagedkern.ops` hands to it.
 
-`ops` has validated every field before a backend sees it: dtypes, devices, shapes, strides and ranges of host numbers are
-as documented here, and a launcher trusts them. What it cannot trust are numbers that live on the device (block ids,
+`ops` has validated every field before a backend sees it: dtypes, devices, shapes, strides and ranges of host numbers
+are as documented here, and a launcher trusts them. What it cannot trust are numbers that live on the device (block ids,
 lengths, slots): entries that section 3 of the ABI calls unused may hold anything and are never followed.
 
 Shapes: S sequences, T query tokens, H query heads, G KV heads, D head_dim of Q and K, E head_dim of V, N blocks,
@@ -23,7 +23,8 @@ class Problem:
     """What a call asks for, as far as shapes, dtypes and flags tell: the key of support, configuration and tuning.
 
     It holds nothing that would have to be read from the device, so two calls with equal shapes are equal problems.
-    A `write_kv` problem has H = G and the dtype of the new K in `q_dtype`; of a `copy_blocks` problem only `device` is set.
+    A `write_kv` problem has H = G and the dtype of the new K in `q_dtype`; of a `copy_blocks` problem only `device` is
+    set.
     """
 
     device: str  # torch device type: "cpu", "cuda"
@@ -62,7 +63,7 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "floa
 
 @dataclass(frozen=True)
 class Config:
-    """Base of a backend's tunable parameters. Subclasses are frozen dataclasses whose fields are plain numbers or names."""
+    """Base of a backend's tunable parameters. Subclasses are frozen dataclasses of plain numbers, names and flags."""
 
     def to_dict(self) -> dict[str, int | float | str | bool]:
         """The fields as a JSON object; `type(config)(**d)` gives the config back."""
@@ -97,8 +98,8 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class WriteCall:
-    """Store the K and V of new tokens. A quantized cache stores `round(x / scale)`, rounded to nearest even and saturated
-    to the largest finite value; NaN stays NaN in float8 and becomes 0 in int8."""
+    """Store the K and V of new tokens. A quantized cache stores `round(x / scale)`, rounded to nearest even and
+    saturated to the largest finite value; NaN stays NaN in float8 and becomes 0 in int8."""
 
     k: Tensor  # [T, G, D], float32, float16 or bfloat16, last dimension contiguous
     v: Tensor  # [T, G, E]

@@ -1,4 +1,5 @@
-"""Checks of numbers that live on the device: what `debug=True` adds on every backend, at the price of a synchronisation.
+"""Checks of numbers that live on the device: what `debug=True` adds on every backend, at the price of a
+synchronisation.
 
 Each check raises `BlockIndexError` that names the sequence, the position and the value.
 """
@@ -21,11 +22,11 @@ def _first(mask: Tensor) -> list[int] | None:
 def check_attention(call: AttentionCall) -> None:
     """Lengths, query offsets and every block id that the call would follow.
 
-    Ids past `ceil(seq_len / B)` and ids wholly behind the sliding window of all the sequence's queries are not followed,
-    so they may hold anything.
+    Ids past `ceil(seq_len / B)` and ids wholly behind the sliding window of all the sequence's queries are not
+    followed, so they may hold anything.
     """
     num_blocks, block_size = call.k_cache.shape[:2]
-    num_seqs, width = call.block_table.shape
+    width = call.block_table.shape[1]
     lens = call.seq_lens.long()
     if at := _first((lens < 0) | (lens > width * block_size)):
         i = at[0]
@@ -49,7 +50,7 @@ def check_attention(call: AttentionCall) -> None:
 
 
 def check_query_lens(call: AttentionCall) -> Tensor:
-    """Query tokens of each sequence, int64 [S], after checking that `cu_seqlens_q` are prefix sums within the rows of q."""
+    """Query tokens of each sequence, int64 [S]; checks that `cu_seqlens_q` are prefix sums within the rows of q."""
     cu = call.cu_seqlens_q
     if cu is None:
         return torch.ones_like(call.seq_lens, dtype=torch.int64)
@@ -60,8 +61,8 @@ def check_query_lens(call: AttentionCall) -> Tensor:
     if at := _first((q_lens < 0) | (q_lens > call.max_seqlen_q)):
         i = at[0]
         raise BlockIndexError(
-            f"cu_seqlens_q[{i + 1}]: got {int(cu[i + 1])} after {int(cu[i])}, so sequence {i} has {int(q_lens[i])} query "
-            f"tokens, accepted is 0 .. {call.max_seqlen_q} (max_seqlen_q)"
+            f"cu_seqlens_q[{i + 1}]: got {int(cu[i + 1])} after {int(cu[i])}, so sequence {i} has {int(q_lens[i])} "
+            f"query tokens, accepted is 0 .. {call.max_seqlen_q} (max_seqlen_q)"
         )
     if int(cu[-1]) > len(call.q):
         raise BlockIndexError(f"cu_seqlens_q[-1]: got {int(cu[-1])}, accepted is 0 .. {len(call.q)} (the rows of q)")

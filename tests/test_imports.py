@@ -1,0 +1,165 @@
+"""What importing pagedkern costs, and in which direction its parts may import each other."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "pagedkern"
+OPTIONAL = ("numpy", "torch", "triton", "cupy", "numba", "transformers", "rich", "filelock", "platformdirs")
+
+# Which parts a part may import, besides itself. Everything may import `errors`; nothing may import upwards.
+ALLOWED: dict[str, set[str]] = {
+    "__init__": {"errors", "allocator", "backends", "cache", "ops"},  # for static types; at run time on first use only
+    "errors": set(),
+    "abi": {"errors"},
+    "allocator": {"errors", "abi"},
+    "backends.base": {"errors", "abi"},
+    "backends.checked": {"errors", "abi", "backends.base"},
+    "backends": {"errors", "backends.base"},
+    "_arguments": {"errors", "abi"},
+    "autotune.store": {"errors", "abi", "backends.base"},
+    "_choice": {"errors", "backends", "backends.base", "autotune.store"},
+    "_operators": {"errors", "abi", "_arguments", "_choice", "backends.base", "backends.checked"},
+    "ops": {"errors", "abi", "_arguments", "_choice", "_operators", "backends", "backends.base"},
+    "cache": {"errors", "abi", "_arguments", "ops"},
+    "autotune": {"errors", "abi", "ops", "_choice", "cache", "backends", "backends.base", "autotune.store", "__init__"},
+    "integrations": {"__init__", "errors", "abi", "allocator", "cache", "ops", "backends"},
+}
+SHARED_BY_BACKENDS = {"errors", "abi", "backends.base", "backends.checked"}
+
+
+def part_of(module: str) -> str:
+    """The part of the library that a module belongs to: the longest of the names above that begins its dotted name."""
+    name = module.removeprefix("pagedkern").removeprefix(".") or "__init__"
+    pieces = name.split(".")
+    if pieces[0] == "backends" and len(pieces) > 1 and pieces[1] not in ("base", "checked"):
+        return ".".join(pieces[:2])
+    for length in range(len(pieces), 0, -1):
+        if ".".join(pieces[:length]) in ALLOWED:
+            return ".".join(pieces[:length])
+    raise AssertionError(f"{module} belongs to no known part: give it a place in the order of imports")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted names of every pagedkern module that a file imports, at any depth of the code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                is_module = (ROOT / f"{full.replace('.', '/')}.py").exists() or (ROOT / full.replace(".", "/")).is_dir()
+                found.add(full if is_module else str(node.module))
+    return {name for name in found if name.split(".")[0] == "pagedkern"}
+
+
+def library_files() -> list[tuple[str, Path]]:
+    files = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        files.append((name, path))
+    return files
+
+
+@pytest.mark.parametrize(("name", "path"), library_files(), ids=[name for name, _ in library_files()])
+def test_imports_run_downward(name: str, path: Path) -> None:
+    part = part_of(name)
+    allowed = ALLOWED.get(part, SHARED_BY_BACKENDS) | {part}
+    wrong = {target for target in imports_of(path) if part_of(target) not in allowed}
+    assert not wrong, f"{name} (part {part}) imports {sorted(wrong)}, accepted are {sorted(allowed)}"
+
+
+def test_the_rule_can_fail(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    from pagedkern.ops import paged_attention\n    import pagedkern.backends.cpu\n")
+    assert {part_of(name) for name in imports_of(bad)} == {"ops", "backends.cpu"}
+    assert not {"ops", "backends.cpu"} & ALLOWED["allocator"]
+
+
+def test_reference_is_independent() -> None:
+    """The judge imports nothing of what it judges: torch and the standard library only."""
+    for path in (ROOT / "reference").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [str(node.module)]
+            for name in names:
+                top = name.split(".")[0]
+                assert top in {"torch", "reference"} or top in sys.stdlib_module_names, f"{path.name} imports {name}"
+
+
+def python(code: str, *, blocked: tuple[str, ...] = ()) -> str:
+    """Run code in a fresh interpreter in which importing any of `blocked` fails."""
+    guard = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.split('.')[0] in {blocked!r}:\n"
+        "            raise ImportError(name + ' is blocked')\n"
+        "sys.meta_path.insert(0, Block())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", guard + code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_loads_nothing() -> None:
+    loaded = python("import pagedkern, sys\nprint(*sorted({m.split('.')[0] for m in sys.modules}))").split()
+    assert "pagedkern" in loaded
+    assert not set(OPTIONAL) & set(loaded)
+
+
+def test_import_is_quick() -> None:
+    code = (
+        "import time\nbest = 1.0\n"
+        "for _ in range(5):\n"
+        "    for name in [m for m in sys.modules if m.startswith('pagedkern')]: del sys.modules[name]\n"
+        "    begin = time.process_time()\n    import pagedkern\n    best = min(best, time.process_time() - begin)\n"
+        "print(best)"
+    )
+    assert float(python(code)) < 0.05  # seconds of processor time, best of five
+
+
+def test_allocator_and_abi_need_the_standard_library_only() -> None:
+    code = (
+        "import pagedkern\n"
+        "from pagedkern import BlockAllocator\n"
+        "import pagedkern.abi\n"
+        "allocator = BlockAllocator(8, 4)\n"
+        "sequence = allocator.create([1, 2, 3, 4, 5])\n"
+        "step = allocator.prefill([sequence])\n"
+        "allocator.commit(step)\n"
+        "step = allocator.append([sequence], [6])\n"
+        "allocator.commit(step)\n"
+        "allocator.check()\n"
+        "print(sequence.num_tokens, len(sequence.block_ids))\n"
+    )
+    assert python(code, blocked=OPTIONAL).split() == ["6", "2"]
+
+
+@pytest.mark.parametrize("order", ["import pagedkern.backends", "import pagedkern.ops", "pass"])
+def test_backends_is_package_and_function(order: str) -> None:
+    out = python(f"{order}\nimport pagedkern\nprint(pagedkern.backends()[0].name, pagedkern.backends.names()[0])")
+    first, name = out.split()
+    assert first == name
+
+
+def test_every_public_name_exists() -> None:
+    import pagedkern
+
+    assert set(pagedkern.__all__) == {"__version__", "backends", *pagedkern._HOME}
+    for name in pagedkern.__all__:
+        assert getattr(pagedkern, name) is not None
+        assert name in dir(pagedkern)
+    with pytest.raises(AttributeError, match="no attribute 'attend'"):
+        pagedkern.attend  # noqa: B018
