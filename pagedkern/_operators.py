@@ -75,8 +75,8 @@ def attention_problem(
     num_seqs, width = block_table.shape
     return _problem(
         q.device.type, DTYPE_NAMES[q.dtype], DTYPE_NAMES[k_cache.dtype], q.shape[1], kv_heads, head_dim,
-        v_cache.shape[3], block_size, num_seqs, q.shape[0], max_seqlen_q, width * block_size, "attention", causal, sliding_window,
-        softcap is not None, alibi_slopes is not None, sinks is not None,
+        v_cache.shape[3], block_size, num_seqs, q.shape[0], max_seqlen_q, width * block_size, "attention", causal,
+        sliding_window, softcap is not None, alibi_slopes is not None, sinks is not None,
     )  # fmt: skip
 
 
@@ -136,6 +136,8 @@ def _write_kv(
     backend: str,
     debug: bool,
 ) -> None:
+    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel():
+        refuse("v_cache", "the memory of k_cache", "memory of its own")
     num_blocks, block_size, kv_heads, head_dim = k_cache.shape
     problem = Problem(
         k.device.type, DTYPE_NAMES[k.dtype], DTYPE_NAMES[k_cache.dtype], kv_heads, kv_heads, head_dim, v_cache.shape[3],

@@ -1,0 +1,137 @@
+"""KVCache: layout, sizes, plans carried out in order on every layer, an engine's own tensors."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from pagedkern import BlockIndexError, InvalidArgument, KVCache
+
+
+@dataclass
+class Plan:
+    """A plan as the allocator makes them, by hand."""
+
+    moves: list[tuple[str, array[int], array[int]]] = field(default_factory=list)
+
+    def add(self, kind: str, *pairs: tuple[int, int]) -> Plan:
+        self.moves.append((kind, array("q", [s for s, _ in pairs]), array("q", [d for _, d in pairs])))
+        return self
+
+
+def make(layout: str = "HND", **options: int) -> KVCache:
+    return KVCache(2, 6, 4, 3, 8, dtype=torch.float32, device="cpu", layout=layout, num_host_blocks=3, **options)
+
+
+def fill(cache: KVCache) -> list[torch.Tensor]:
+    """Random contents; returns a copy of every K and V, layer by layer."""
+    generator = torch.Generator().manual_seed(0)
+    pools = [x for i in range(cache.num_layers) for x in cache.layer(i)]
+    for pool in pools:
+        pool.copy_(torch.randn(pool.shape, generator=generator))
+    return [pool.clone() for pool in pools]
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_layout(layout: str) -> None:
+    cache = make(layout, head_dim_v=16)
+    k, v = cache.layer(1)
+    assert k.shape == (6, 4, 3, 8)
+    assert v.shape == (6, 4, 3, 16)
+    assert k.stride() == ((96, 8, 32, 1) if layout == "HND" else (96, 24, 8, 1))
+    assert cache.bytes_per_block == 2 * 4 * 3 * (8 + 16) * 4
+    assert (cache.num_layers, cache.num_blocks, cache.block_size, cache.num_host_blocks) == (2, 6, 4, 3)
+    assert cache.dtype == torch.float32
+    assert cache.device == torch.device("cpu")
+
+
+def test_layers_do_not_share_memory() -> None:
+    cache = make()
+    for i in range(2):
+        for j, pool in enumerate(cache.layer(i)):
+            pool.fill_(10 * i + j)
+    assert [float(pool.unique()) for i in range(2) for pool in cache.layer(i)] == [0, 1, 10, 11]
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_moves_run_in_order_on_every_layer(layout: str) -> None:
+    cache = make(layout)
+    before = fill(cache)
+    plan = Plan().add("copy", (0, 1), (2, 3)).add("swap_out", (1, 2), (4, 0)).add("copy", (3, 1)).add("swap_in", (2, 5))
+    cache.apply(plan)
+    after = [pool for i in range(2) for pool in cache.layer(i)]
+    for old, new in zip(before, after, strict=True):
+        origin = [
+            0,
+            2,
+            2,
+            2,
+            4,
+            0,
+        ]  # of each block's contents: block 1 was copied from 0, swapped out, then overwritten
+        assert torch.equal(new, old[origin])
+
+
+def test_one_move_reads_before_it_writes() -> None:
+    cache = make()
+    before = fill(cache)
+    cache.apply(Plan().add("copy", (0, 1), (1, 0), (1, 2)))
+    for old, new in zip(before, [pool for i in range(2) for pool in cache.layer(i)], strict=True):
+        assert torch.equal(new, old[[1, 0, 1, 3, 4, 5]])
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan().add("copy", (0, 1)).add("copy", (0, 6)), r"destination block 6 at place 0 of a copy move.* 0 \.\. 5"),
+        (Plan().add("copy", (0, 1)).add("copy", (-1, 2)), r"source block -1 at place 0"),
+        (Plan().add("copy", (0, 1)).add("swap_out", (0, 0), (1, 3)), r"destination block 3 at place 1 .* 0 \.\. 2"),
+        (Plan().add("copy", (0, 1)).add("swap_in", (3, 1)), r"source block 3 .* 0 \.\. 2"),
+        (Plan().add("copy", (0, 1)).add("rotate", (0, 1)), r"'rotate', accepted is 'copy' or 'swap_out' or 'swap_in'"),
+        (Plan([("copy", array("q", [0]), array("q", [1, 2]))]), r"1 sources and 2 destinations"),
+        (Plan([("copy", array("i", [0]), array("i", [1]))]), r"format 'i', accepted is int64"),
+    ],
+)
+def test_a_wrong_plan_changes_nothing(plan: Plan, words: str) -> None:
+    cache = make()
+    before = fill(cache)
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        cache.apply(plan)
+    assert isinstance(caught.value, BlockIndexError) == ("block " in words)
+    for old, new in zip(before, [pool for i in range(2) for pool in cache.layer(i)], strict=True):
+        assert torch.equal(new, old)
+
+
+def test_over_an_engines_own_tensors() -> None:
+    fused = torch.arange(2 * 5 * 2 * 4 * 3 * 8, dtype=torch.float32).view(
+        2, 5, 2, 4, 3, 8
+    )  # K and V of a block side by side
+    expected = fused.clone()
+    expected[:, 4] = expected[:, 1]
+    cache = KVCache.from_layers([(layer[:, 0], layer[:, 1]) for layer in fused])
+    assert cache.layer(0)[1].data_ptr() == fused[0, :, 1].data_ptr()
+    assert cache.bytes_per_block == 2 * 2 * 4 * 3 * 8 * 4
+    cache.apply(Plan().add("copy", (1, 4)))
+    assert torch.equal(fused, expected)
+    assert cache.num_host_blocks == 0
+
+
+def test_layers_must_agree() -> None:
+    k = torch.zeros(5, 4, 3, 8)
+    other = torch.zeros(6, 4, 3, 8)
+    with pytest.raises(
+        InvalidArgument, match=r"layers\[1\]: got \[6, 4\] blocks and block size.*accepted is those of layer 0"
+    ):
+        KVCache.from_layers([(k, k.clone()), (other, other.clone())])
+    with pytest.raises(InvalidArgument, match="layers: got no layer"):
+        KVCache.from_layers([])
+
+
+def test_no_layer_of_that_index() -> None:
+    with pytest.raises(InvalidArgument, match=r"index: got 2, accepted is an integer in 0 \.\. 1"):
+        make().layer(2)
+    with pytest.raises(InvalidArgument, match="index: got -1"):
+        make().layer(-1)
