@@ -1,0 +1,21 @@
+"""What all tests share: hypothesis profiles and threads.
+
+Profiles, chosen by HYPOTHESIS_PROFILE: "default" draws the same bounded examples in every run, "fuzz" new ones, as many
+as FUZZ_EXAMPLES says (2,000 if unset).
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread each, set before torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+_slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
+_fuzz = int(os.environ.get("FUZZ_EXAMPLES", "2000"))
+settings.register_profile("default", derandomize=True, max_examples=50, deadline=None, suppress_health_check=_slow)
+settings.register_profile("fuzz", max_examples=_fuzz, print_blob=True, deadline=None, suppress_health_check=_slow)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

@@ -1,0 +1,121 @@
+"""What the contract runs on: every backend of the registry that can run here, on every device that it serves.
+
+A new backend gets the whole contract through its line in the registry. The one thing to add here is what it may refuse:
+a target that is not in `MAY_REFUSE` may refuse nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import pagedkern
+from pagedkern.backends import load
+from pagedkern.backends.base import Backend, Config, Problem
+from pagedkern.errors import Unsupported
+from tests.contract.problems import Call
+
+
+def _odd_block_size(problem: Problem) -> bool:
+    """Block sizes that DESIGN section 3 leaves to GPU backends: anything but a multiple of 8."""
+    return problem.block_size % 8 != 0
+
+
+def _nothing(problem: Problem) -> bool:
+    return False
+
+
+MAY_REFUSE: dict[str, Callable[[Problem], bool]] = {
+    "triton": _odd_block_size,
+    "cupy": _odd_block_size,
+    "numba_cuda": _odd_block_size,
+}
+
+
+class Refused(Exception):
+    """The backend refused the call, with the reason of its `supports()`, and may do so. Ends the check that asked."""
+
+
+class Result(NamedTuple):
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend on a device, with the configuration to use (None: whatever it would choose)."""
+
+    name: str
+    device: str = "cpu"
+    config: Config | Mapping[str, object] | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.device}"
+
+    def attend(self, call: Call, **options: Any) -> Result:
+        """Run the call through the public function, memory that it allocates being filled with NaN first."""
+        self.check_support(call)
+        if self.config is not None:
+            options.setdefault("config", self.config)
+        with poisoned_memory():
+            out, lse = pagedkern.paged_attention(**call.args, return_lse=True, backend=self.name, **options)
+        return Result(out, lse)
+
+    def check_support(self, call: Call) -> None:
+        """Raise `Refused` if the backend says that it cannot do this, having asserted that it says so properly."""
+        problem = Problem(**call.problem_fields())
+        reason = load(self.name).supports(problem)
+        if reason is None:
+            return
+        assert len(reason) > 10, f"{self.name} refuses without saying why: {reason!r}"
+        with pytest.raises(Unsupported) as caught:
+            pagedkern.paged_attention(**call.args, backend=self.name)
+        assert reason in str(caught.value)
+        allowed = MAY_REFUSE.get(self.name, _nothing)
+        assert allowed(problem), f"{self.name} may not refuse {call.spec}: {reason}"
+        raise Refused(reason)
+
+    def configs(self, call: Call) -> list[Config]:
+        backend: Backend = load(self.name)
+        return list(backend.configs(Problem(**call.problem_fields())))
+
+
+def targets() -> list[Any]:
+    """Parameters for the `target` fixture; what cannot run here is a skip that says what is missing."""
+    found: list[Any] = []
+    for info in pagedkern.backends():
+        if not info.available:
+            found.append(pytest.param(Target(info.name), marks=pytest.mark.skip(reason=info.reason), id=info.name))
+            continue
+        for device in _devices(info.name, info.emulated):
+            found.append(pytest.param(Target(info.name, device), id=f"{info.name}-{device}"))
+    return found
+
+
+def _devices(name: str, emulated: bool) -> list[str]:
+    if name == "cpu" or emulated:
+        return ["cpu"]
+    if name == "reference":
+        return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return ["cuda"]
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` returns NaN (the largest number of an integer type), so that an element never written shows."""
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1).isnan()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

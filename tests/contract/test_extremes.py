@@ -1,0 +1,269 @@
+"""Far ends of the ranges of DESIGN section 4: contexts, memory, magnitudes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pagedkern
+from tests.contract.cache_checks import check_copy
+from tests.contract.checks import assert_exact, check_exact, check_no_leak, check_whole, clause
+from tests.contract.problems import Call, Spec, bits, build, contents, dtype_of, head_values, same_bits
+from tests.contract.targets import Result, Target
+
+MILLION = 2**20
+
+
+@clause
+def check_long_context(target: Target, spec: Spec, seq_lens: tuple[int, ...]) -> None:
+    """Contexts made of a few blocks that the table repeats."""
+    size = spec.block_size
+    tokens = contents(replace(spec, seq_lens=(64 * size,) * len(seq_lens)))
+    call = build(replace(spec, window=None), tokens, device=target.device)
+    call.spec, call.args["sliding_window"] = spec, spec.window  # the window releases no block here
+    width = max(-(-n // size) for n in seq_lens) + 1
+    ids = torch.tensor([call.block_ids[i] for i in range(len(seq_lens))], dtype=torch.int32)
+    call.args["block_table"] = ids.repeat(1, -(-width // 64))[:, :width].contiguous().to(target.device)
+    call.args["seq_lens"] = torch.tensor(seq_lens, dtype=torch.int32, device=target.device)
+    assert_exact(call, target.attend(call))
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float8_e4m3fn"])
+def test_a_million_tokens(target: Target, block_size: int, kv_dtype: str) -> None:
+    spec = Spec(heads=2, kv_heads=1, head_dim=16, block_size=block_size, kv_dtype=kv_dtype, seq_lens=(1, 1))
+    check_long_context(target, spec, (MILLION + 3, 5))
+
+
+def test_a_million_tokens_in_blocks_of_one(target: Target) -> None:
+    check_long_context(target, Spec(heads=2, kv_heads=1, head_dim=16, block_size=1, seq_lens=(1,)), (MILLION,))
+
+
+@pytest.mark.parametrize("features", [{"alibi": True}, {"window": 4096}, {"sinks": 5.0}, {"query_lens": (5,)}])
+def test_long_contexts_with(target: Target, features: dict[str, Any]) -> None:
+    """ALiBi needs j - p exactly, not slope * j minus slope * p; a window must not walk from token 0 to be right."""
+    spec = Spec(heads=2, kv_heads=1, head_dim=16, block_size=128, seq_lens=(1,), **features)
+    check_long_context(target, spec, (262_147,))
+
+
+# ---- Memory beyond 2^31 elements: allocated, never touched but for a few blocks. ----
+
+
+def huge_cache(device: str, dtype: str, layout: str) -> tuple[Tensor, Tensor, list[int]]:
+    """K and V [N, 16, 2, 32] of more than 2^31 elements together, and ids of blocks near and far."""
+    size, heads, dim = 16, 2, 32
+    block = 2 * size * heads * dim  # K and V
+    num_blocks = 2**31 // block + 200
+    memory = torch.empty(num_blocks * block, dtype=dtype_of(dtype), device=device)
+    token, head = (dim, size * dim) if layout == "HND" else (heads * dim, dim)
+    shape, strides = (num_blocks, size, heads, dim), (block, token, head, 1)
+    k, v = (memory.as_strided(shape, strides, offset) for offset in (0, block // 2))
+    return k, v, [0, num_blocks // 2, num_blocks // 2 + 1, num_blocks - 2, num_blocks - 1]
+
+
+@clause
+def check_beyond_32_bits(target: Target, dtype: str, layout: str = "NHD") -> None:
+    """Blocks beyond 2^31 elements give what small ids give, to the bit."""
+    spec = Spec(kv_dtype=dtype, seq_lens=(40, 70), query_lens=(1, 3))
+    tokens = contents(spec)
+    near = build(spec, tokens, device=target.device)
+    want = target.attend(near)
+    k_cache, v_cache, far = huge_cache(target.device, dtype, layout)
+    far = [far[-1], far[1], far[-2], *range(far[2], far[2] + 5)]
+    table = torch.full((2, 7), 2**31 - 1, dtype=torch.int32)
+    for i, (t, n) in enumerate(zip(tokens, (3, 5), strict=True)):
+        for j in range(n):
+            block = far[3 * i + j]
+            table[i, j] = block
+            for cache, content in ((k_cache, t.k), (v_cache, t.v)):
+                part = content[16 * j : 16 * (j + 1)].to(target.device)
+                bits(cache)[block, : len(part)] = bits(part)
+    huge = Call(
+        spec, {**near.args, "k_cache": k_cache, "v_cache": v_cache, "block_table": table.to(target.device)}, [], []
+    )
+    got = pagedkern.paged_attention(**huge.args, return_lse=True, backend=target.name)
+    assert same_bits(got[0], want.out)
+    assert same_bits(got[1], want.lse)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_attention_beyond_32_bits(target: Target, dtype: str, layout: str) -> None:
+    check_beyond_32_bits(target, dtype, layout)
+
+
+def test_write_beyond_32_bits(target: Target) -> None:
+    k_cache, v_cache, far = huge_cache(target.device, "float16", "HND")
+    k, v = torch.randn(2, 5, 2, 32, dtype=torch.float16, device=target.device)
+    slots = torch.tensor([16 * block + i for i, block in enumerate(far)], device=target.device)
+    pagedkern.write_kv(k, v, k_cache, v_cache, slots, backend=target.name)
+    for i, block in enumerate(far):
+        assert torch.equal(k_cache[block, i], k[i])
+        assert torch.equal(v_cache[block, i], v[i])
+
+
+def test_copy_beyond_32_bits(target: Target) -> None:
+    k_cache, v_cache, far = huge_cache(target.device, "int8", "NHD")
+    for i, block in enumerate(far):
+        k_cache[block], v_cache[block] = i + 1, -i - 1
+    src = torch.tensor([far[0], far[-1]], device=target.device)
+    dst = torch.tensor([far[-2], far[1]], device=target.device)
+    pagedkern.copy_blocks([k_cache, v_cache], src, dst, backend=target.name)
+    got = [(int(k_cache[b].unique()), int(v_cache[b].unique())) for b in far]
+    assert got == [(1, -1), (5, -5), (3, -3), (1, -1), (5, -5)]
+
+
+# ---- Magnitudes. Scores of a lattice are exact in float32 whatever the order of their sum. ----
+
+LATTICE = Spec(lattice=True, head_dim=64, scale=1.0, seq_lens=(1, 33, 200), query_lens=(1, 5, 2))
+
+
+@pytest.mark.parametrize("magnitude", [256.0, 2048.0, 2.0**20, 2.0**60])
+def test_large_scores(target: Target, magnitude: float) -> None:
+    """Scores of 1e4 and far more: exp overflows unless the maximum is subtracted first."""
+    check_exact(target, replace(LATTICE, magnitude=magnitude))
+    check_exact(target, replace(LATTICE, magnitude=magnitude, query_lens=None))
+
+
+@pytest.mark.parametrize("q_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("magnitude", [512.0, 8192.0])
+def test_scores_that_overflow_half_precision(target: Target, q_dtype: str, magnitude: float) -> None:
+    """Scores beyond 65504 with float16 inputs: they are accumulated in float32, so this is exact."""
+    spec = replace(LATTICE, q_dtype=q_dtype, magnitude=magnitude, seq_lens=(1, 33, 200))
+    check_exact(target, spec, torch.float32)
+    check_exact(target, replace(spec, query_lens=None), torch.float32)
+
+
+def test_float16_products_before_the_scale(target: Target) -> None:
+    """<q, k> overflows float16, scale * <q, k> does not."""
+    spec = replace(LATTICE, q_dtype="float16", magnitude=8192.0, scale=2.0**-16)
+    check_exact(target, spec, torch.float32)
+
+
+@pytest.mark.parametrize("softcap", [1e-4, 0.01, 1.0, 30.0, 1e6])
+@pytest.mark.parametrize("magnitude", [1.0, 1024.0])
+def test_softcaps(target: Target, softcap: float, magnitude: float) -> None:
+    """A cap far below the scores (tanh is 1), and one far above (tanh is the identity)."""
+    for query_lens in (None, (1, 5, 2)):
+        check_exact(target, replace(LATTICE, softcap=softcap, magnitude=magnitude, query_lens=query_lens))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-30, 1e4])
+def test_scales(target: Target, scale: float) -> None:
+    """0 averages what is seen; none is mistaken for "not given"."""
+    check_exact(target, replace(LATTICE, scale=scale))
+    check_exact(target, replace(LATTICE, scale=scale, query_lens=None, window=5))
+
+
+@pytest.mark.parametrize("sink", [-1e4, -80.0, 80.0, 1e4, -math.inf])
+def test_sinks(target: Target, sink: float) -> None:
+    """A sink that takes everything, one that takes nothing, one that is as if there were none."""
+    for query_lens in (None, (1, 5, 34)):
+        spec = Spec(sinks=sink, seq_lens=(1, 40, 0), query_lens=query_lens)
+        check_exact(target, spec)
+        check_whole(target, spec)
+
+
+@clause
+def check_sink_only(target: Target) -> None:
+    """A row that sees nothing: out = 0 and lse = sink."""
+    spec = Spec(seq_lens=(0, 2), query_lens=(3, 6), sinks=1.0, spare_rows=2)
+    call = build(spec, device=target.device)
+    got = target.attend(call)
+    sinks = head_values(spec)["sinks"].to(target.device)
+    for row in (*range(7), 9, 10):
+        assert torch.equal(got.out[row], torch.zeros_like(got.out[row])), row
+        assert torch.equal(got.lse[row], sinks), row
+
+
+def test_a_row_that_sees_only_the_sink(target: Target) -> None:
+    check_sink_only(target)
+
+
+@clause
+def check_nothing_at_all(target: Target, spec: Spec) -> None:
+    call = build(spec, device=target.device)
+    got = target.attend(call)
+    assert torch.equal(got.out, torch.zeros_like(got.out))
+    assert (got.lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("seq_lens", [(), (0,), (0, 0, 0)])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_nothing_at_all(target: Target, seq_lens: tuple[int, ...], ragged: bool) -> None:
+    """No sequence, or padding only; ragged ones with and without queries."""
+    check_nothing_at_all(target, Spec(seq_lens=seq_lens, query_lens=(1,) * len(seq_lens) if ragged else None))
+    if ragged:
+        check_nothing_at_all(target, Spec(seq_lens=seq_lens, query_lens=(0,) * len(seq_lens), spare_rows=4))
+        check_nothing_at_all(target, Spec(seq_lens=(7,) * len(seq_lens), query_lens=(0,) * len(seq_lens)))
+
+
+@clause
+def check_steep_alibi(target: Target) -> None:
+    """Slopes that push all but the nearest tokens below float32, and negative ones that prefer the farthest."""
+    spec = Spec(alibi=True, seq_lens=(1, 300, 77), query_lens=(1, 4, 1), head_dim=16)
+    for slopes in ([100.0, -3.0, 0.0, 1e-6], [1e4, 2.0**-8, -1e4, 8.0]):
+        call = build(spec, device=target.device)
+        call.args["alibi_slopes"] = torch.tensor(slopes, device=target.device)
+        assert_exact(call, target.attend(call))
+
+
+def test_steep_alibi(target: Target) -> None:
+    check_steep_alibi(target)
+
+
+@clause
+def check_mean(target: Target, spec: Spec) -> None:
+    """All scores equal and all values one: out is 1 whatever is seen, and lse the logarithm of the number seen."""
+    call = build(spec, device=target.device)
+    call.args["q"].zero_()
+    for blocks in call.block_ids:
+        for block in blocks:
+            call.args["v_cache"][block] = 1.0
+    got = target.attend(call)
+    assert torch.allclose(got.out, torch.ones_like(got.out), rtol=0, atol=1e-5)
+    seen = torch.tensor([float(n) for n in spec.seq_lens], device=target.device).log()
+    assert torch.allclose(got.lse, seen[:, None].expand_as(got.lse), rtol=1e-6, atol=1e-6)
+
+
+def test_the_mean_of_equal_values(target: Target) -> None:
+    check_mean(target, Spec(seq_lens=(1, 2, 100, 5000)))
+
+
+def test_more_sequences_than_anything_else(target: Target) -> None:
+    """Grids have limits: 65535 in two of their dimensions."""
+    seq_lens = tuple(i % 3 for i in range(2500))
+    check_no_leak(target, Spec(heads=1, kv_heads=1, head_dim=16, block_size=8, seq_lens=seq_lens), ("nan",))
+
+
+def test_many_heads(target: Target) -> None:
+    check_exact(target, Spec(heads=256, kv_heads=256, head_dim=16, seq_lens=(3, 20)))
+    check_exact(target, Spec(heads=256, kv_heads=2, head_dim=16, seq_lens=(3, 20), query_lens=(2, 7)))
+
+
+def test_copies_of_every_kind_of_tensor(target: Target) -> None:
+    """Element sizes 1 to 8, one dimension or five, block strides of any kind."""
+    device = target.device
+    caches = [
+        torch.randn(9, 4, 2, 3, device=device),
+        torch.randn(4, 9, 5, device=device).transpose(0, 1),
+        torch.arange(9 * 7, device=device).view(9, 7).to(torch.uint8),
+        torch.randn(9, 2, 2, 2, 8, dtype=torch.float64, device=device)[:, ::2],
+        torch.randn(18, 33, device=device).bfloat16()[::2, 1:32],
+        torch.arange(9, device=device),
+    ]
+    check_copy(target, caches, [0, 8, 3], [5, 1, 7])
+
+
+def test_results_are_plain_numbers(target: Target) -> None:
+    """Result is what its type says."""
+    call = build(Spec(), device=target.device)
+    got = target.attend(call)
+    assert isinstance(got, Result)
+    assert got.out.is_contiguous()
+    assert got.lse.is_contiguous()

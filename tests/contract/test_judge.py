@@ -1,0 +1,146 @@
+"""The judge can fail: each check passes on a backend that is right by definition and catches each broken one.
+
+A mutant that survives here means that the contract tests would let that bug through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pagedkern import _choice as choice
+from pagedkern.backends import _LOCATIONS, available, load
+from pagedkern.errors import PagedKernError
+from tests.contract import problems, toys
+from tests.contract.cache_checks import check_copy, check_write
+from tests.contract.checks import (
+    check_batch_invariant,
+    check_exact,
+    check_no_leak,
+    check_no_leak_between_rows,
+    check_placement,
+    check_whole,
+)
+from tests.contract.problems import Spec
+from tests.contract.targets import Target
+
+DECODE = Spec(seq_lens=(1, 0, 17, 40))
+MIXED = Spec(seq_lens=(20, 5, 0, 40), query_lens=(3, 9, 2, 1), spare_rows=2)
+FEATURES = Spec(seq_lens=(20, 40), query_lens=(3, 1), window=9, softcap=2.0, alibi=True, sinks=0.5)
+QUANTIZED = Spec(kv_dtype="int8", seq_lens=(20, 40), query_lens=(3, 1))
+
+Check = Callable[[Target], None]
+
+
+def exact(spec: Spec) -> Check:
+    return lambda target: check_exact(target, spec)
+
+
+def huge_block_stride(target: Target) -> None:
+    from tests.contract.test_extremes import check_beyond_32_bits
+
+    check_beyond_32_bits(target, "int8")
+
+
+def writes(dtype: str) -> Check:
+    scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 0.25} if dtype in problems.QUANTIZED else {}
+    return lambda target: check_write(target, Spec(kv_dtype=dtype, head_dim=16), [5, -1, 17, 40], 4, **scales)
+
+
+def copies(target: Target) -> None:
+    check_copy(target, [torch.arange(12.0).view(4, 3), torch.arange(8).view(4, 2)], [0, 1, 2], [1, 2, 0])
+
+
+MUTANTS: list[tuple[type[toys.RightBackend], Check]] = [
+    (toys.MultipliesByZero, lambda t: check_no_leak(t, DECODE)),
+    (toys.FollowsTheTail, lambda t: check_no_leak(t, DECODE)),
+    (toys.MasksOnlyQueriesOfTheSequence, lambda t: check_no_leak_between_rows(t, MIXED)),
+    (toys.HidesNaN, lambda t: check_no_leak_between_rows(t, MIXED)),
+    (toys.IgnoresVScale, exact(QUANTIZED)),
+    (toys.IgnoresKScale, exact(QUANTIZED)),
+    (toys.FirstScaleForAll, exact(QUANTIZED)),
+    (toys.WindowOneMore, exact(FEATURES)),
+    (toys.WindowOneLess, exact(FEATURES)),
+    (toys.BaseTwoLse, exact(DECODE)),
+    (toys.ForgetsSinkInLse, exact(FEATURES)),
+    (toys.CapsAfterAlibi, exact(FEATURES)),
+    (toys.QueriesStandFirst, exact(MIXED)),
+    (toys.WrongGroup, exact(DECODE)),
+    (toys.RoundsScores, exact(DECODE)),
+    (toys.OverflowsInTanh, exact(Spec(softcap=0.01))),
+    (toys.OffsetsIn32Bits, huge_block_stride),
+    (toys.ForgetsSpareRows, lambda t: check_whole(t, MIXED)),
+    (toys.ForgetsPaddingLse, lambda t: check_whole(t, DECODE)),
+    (toys.WritesPastOut, lambda t: check_whole(t, DECODE)),
+    (toys.WritesTheCache, lambda t: check_whole(t, DECODE)),
+    (toys.DependsOnTheBatch, lambda t: check_batch_invariant(t, MIXED)),
+    (toys.DependsOnTheOrder, lambda t: check_placement(t, DECODE)),
+    (toys.DependsOnStrides, lambda t: check_placement(t, DECODE)),
+    (toys.RefusesSilently, exact(Spec(head_dim=24))),
+    (toys.WritesNegativeSlots, writes("float32")),
+    (toys.WritesNegativeSlots, writes("float8_e5m2")),
+    (toys.Truncates, writes("int8")),
+    (toys.WrapsAround, writes("int8")),
+    (toys.CopiesOneByOne, copies),
+]
+CHECKS: dict[str, Check] = {
+    "exact_decode": exact(DECODE),
+    "exact_mixed": exact(MIXED),
+    "exact_features": exact(FEATURES),
+    "exact_quantized": exact(QUANTIZED),
+    "no_leak": lambda t: check_no_leak(t, MIXED),
+    "no_leak_between_rows": lambda t: check_no_leak_between_rows(t, MIXED),
+    "placement": lambda t: check_placement(t, MIXED),
+    "batch_invariant": lambda t: check_batch_invariant(t, DECODE),
+    "batch_invariant_ragged": lambda t: check_batch_invariant(t, MIXED),
+    "whole": lambda t: check_whole(t, MIXED),
+    "beyond_32_bits": huge_block_stride,
+    **{f"write_{dtype}": writes(dtype) for dtype in ("float16", "int8", "float8_e4m3fn", "float8_e5m2")},
+    "copy": copies,
+}
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type[toys.RightBackend]], Target]]:
+    """Puts a toy into the registry under the name "toy", through which the public functions find it."""
+
+    def forget() -> None:
+        load.cache_clear()
+        available.cache_clear()
+        choice.choose.cache_clear()
+
+    def add(toy: type[toys.RightBackend]) -> Target:
+        forget()
+        monkeypatch.setitem(_LOCATIONS, "toy", f"{toys.__name__}:{toy.__name__}")
+        return Target("toy")
+
+    yield add
+    monkeypatch.undo()
+    forget()
+
+
+Register = Callable[[type[toys.RightBackend]], Target]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_right_backend_passes(register: Register, name: str) -> None:
+    CHECKS[name](register(toys.RightBackend))
+
+
+@pytest.mark.parametrize(("toy", "check"), MUTANTS, ids=[toy.__name__ for toy, _ in MUTANTS])
+def test_a_broken_backend_is_caught(register: Register, toy: type[toys.RightBackend], check: Check) -> None:
+    try:
+        check(register(toy))
+    except AssertionError:
+        return
+    except PagedKernError as error:
+        pytest.fail(f"the call itself was refused: {error}")
+    pytest.fail(f"{toy.__name__} passes")
+
+
+def test_every_toy_is_used() -> None:
+    mutants = {toy for toy, _ in MUTANTS}
+    assert mutants == set(toys.RightBackend.__subclasses__())
