@@ -201,7 +201,7 @@ def torch_attention(
         if softcap is not None:
             s = torch.tanh(s / softcap) * softcap
         if alibi_slopes is not None:
-            s = s + (alibi_slopes.cpu()[:, None, None] * (j - p)).to(dtype)
+            s = s + (exact(alibi_slopes)[:, None, None] * (j - p)).to(dtype)
         s = s.masked_fill(~mask, -INF)
         s = torch.cat([s, sink.to(dtype)[:, None, None].expand(-1, len(part.rows), 1)], dim=2)
         weight = torch.softmax(s, dim=2)[:, :, :-1].masked_fill(~mask, 0)  # a row that sees nothing is NaN before

@@ -1,0 +1,226 @@
+"""write_kv, copy_blocks, merge_states: exact, whole, and nothing else written."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import pagedkern
+from reference import oracle
+from tests.contract.cache_checks import check_copy, check_write, new_tokens
+from tests.contract.pairwise import pairwise
+from tests.contract.problems import LAYOUTS, QUANTIZED, Spec, bits, dtype_of
+from tests.contract.targets import Target
+
+FLOATS = ("float32", "float16", "bfloat16")
+WRITES = pairwise(
+    {
+        "q_dtype": FLOATS,  # of the new tokens
+        "kv_dtype": FLOATS + QUANTIZED,
+        "kv_heads": (1, 3, 8),
+        "dims": ((16, 16), (72, 72), (192, 128), (40, 256)),
+        "block_size": (1, 8, 16, 24, 5),
+        "layout": LAYOUTS,
+        "scale": ("one", "power", "number", "heads"),
+    }
+)
+
+
+@pytest.mark.parametrize("number", range(len(WRITES)))
+def test_write_grid(target: Target, number: int) -> None:
+    row = dict(WRITES[number])
+    (dim, dim_v), kind = row.pop("dims"), row.pop("scale")
+    spec = Spec(heads=row["kv_heads"], head_dim=dim, head_dim_v=dim_v, seed=number, **row)
+    check_write(target, spec, [17, -1, 0, 23, 24, -1, 38, 39], 40, **scales_of(spec, kind, target.device))
+
+
+def scales_of(spec: Spec, kind: str, device: str) -> dict[str, Any]:
+    if not spec.quantized:
+        return {}
+    unit = 1 / 40 if spec.kv_dtype == "int8" else 1.0
+    heads = torch.arange(1, spec.kv_heads + 1, dtype=torch.float32, device=device)
+    kinds: dict[str, dict[str, Any]] = {
+        "one": {"k_scale": 1.0, "v_scale": torch.ones_like(heads)},
+        "power": {"k_scale": 0.25, "v_scale": 2.0 ** -(heads - 1)},
+        "number": {"k_scale": 0.3 * unit, "v_scale": 0.7 * unit},
+        "heads": {"k_scale": 0.3 * unit * heads, "v_scale": 0.1 * unit * (heads + 2)},
+    }
+    return kinds[kind]
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
+@pytest.mark.parametrize("q_dtype", FLOATS)
+def test_ties_go_to_the_even_code(target: Target, kv_dtype: str, q_dtype: str) -> None:
+    """Every code, every number halfway between two of them, and its neighbours in the tokens' dtype."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype_of(kv_dtype)).double()
+    codes = codes[codes.isfinite()].sort().values
+    middles = (codes[1:] + codes[:-1]) / 2
+    dtype = dtype_of(q_dtype)
+    x = torch.cat([codes, middles]).to(dtype)
+    up, down = (torch.nextafter(x.float(), torch.tensor(to)).to(dtype) for to in (math.inf, -math.inf))
+    x = torch.cat([x, up, down])
+    x = x[: len(x) // 16 * 16].view(-1, 1, 16)
+    spec = Spec(heads=1, kv_heads=1, head_dim=16, q_dtype=q_dtype, kv_dtype=kv_dtype)
+    for scale in (1.0, 0.25):
+        tokens = ((x.double() * scale).to(dtype), (x.double() * scale).to(dtype))
+        check_write(target, spec, list(range(len(x))), 10, tokens=tokens, k_scale=scale, v_scale=scale)
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
+def test_a_quantized_cache_without_scales_is_one_with_scale_one(target: Target, kv_dtype: str) -> None:
+    spec = Spec(kv_dtype=kv_dtype)
+    k, v = (x.to(target.device) for x in new_tokens(spec, 3))
+    slots = torch.tensor([0, 5, 9], device=target.device)
+    results = []
+    ones: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0}
+    for scales in ({}, ones):
+        k_cache, v_cache = (torch.zeros(2, 8, 2, 32, dtype=spec.cache_dtype, device=target.device) for _ in range(2))
+        pagedkern.write_kv(k, v, k_cache, v_cache, slots, backend=target.name, **scales)
+        results.append(torch.stack([bits(k_cache), bits(v_cache)]))
+    assert torch.equal(results[0], results[1])
+    assert results[0].any()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+def test_no_token(target: Target, kv_dtype: str) -> None:
+    scales: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0} if kv_dtype == "int8" else {}
+    check_write(target, Spec(kv_dtype=kv_dtype), [], 3, tokens=(torch.zeros(0, 2, 32),) * 2, **scales)
+
+
+def test_many_tokens(target: Target) -> None:
+    """A prompt: slots in order, then scattered."""
+    order = torch.randperm(3000, generator=torch.Generator().manual_seed(1)).tolist()
+    for slots in (list(range(2000)), order[:2000]):
+        check_write(target, Spec(kv_heads=1, head_dim=16, block_size=24), slots, 126)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "int8"])
+def test_tokens_as_slices_of_a_fused_tensor(target: Target, kv_dtype: str) -> None:
+    """K and V of [T, H + 2G, D], never made contiguous by the caller."""
+    spec = Spec(kv_dtype=kv_dtype, head_dim=24)
+    fused = torch.randn(5, 8, 24, device=target.device)
+    scales: dict[str, Any] = {"k_scale": 0.05, "v_scale": 0.05} if kv_dtype == "int8" else {}
+    check_write(target, spec, [3, 40, -1, 7, 0], 3, tokens=(fused[:, 4:6], fused[:, 6:]), **scales)
+
+
+def test_what_is_written_is_read_back(target: Target) -> None:
+    """write_kv and paged_attention agree on slots and scales: a token that attends to itself gives v."""
+    for kv_dtype, tolerance in (("float32", 0.0), ("float16", 0.0), ("int8", 0.03), ("float8_e4m3fn", 0.25)):
+        spec = Spec(heads=2, head_dim=16, kv_dtype=kv_dtype, q_dtype="float16")
+        k, v = (torch.randn(3, 2, 16, device=target.device).clamp(-3, 3).half() for _ in range(2))
+        k_cache, v_cache = (torch.zeros(4, 8, 2, 16, dtype=spec.cache_dtype, device=target.device) for _ in range(2))
+        step = torch.tensor([0.05, 0.04], device=target.device)
+        scales: dict[str, Any] = {"k_scale": step, "v_scale": step} if spec.quantized else {}
+        slots = torch.tensor([8, 24, 0], device=target.device)
+        pagedkern.write_kv(k, v, k_cache, v_cache, slots, backend=target.name, **scales)
+        table = torch.tensor([[1], [3], [0]], dtype=torch.int32, device=target.device)
+        lens = torch.ones(3, dtype=torch.int32, device=target.device)
+        out = pagedkern.paged_attention(v, k_cache, v_cache, table, lens, backend=target.name, **scales)
+        assert isinstance(out, torch.Tensor)
+        assert (out - v).abs().max() <= tolerance, kv_dtype
+
+
+@pytest.mark.parametrize("dtype", FLOATS + QUANTIZED)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+def test_copy(target: Target, dtype: str, layout: str) -> None:
+    n, shape = 12, (12, 5, 3, 24)
+    caches = []
+    for i in range(3):
+        codes = torch.randint(0, 256, (n, 5, 3, 24 * 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
+        cache = codes.to(target.device).view(dtype_of(dtype))[..., :24]  # random bits: NaN must be copied as they are
+        assert cache.shape == shape
+        if layout == "contiguous":
+            cache = bits(cache).contiguous().view(dtype_of(dtype))
+        elif layout == "transposed":
+            cache = bits(cache).transpose(1, 2).contiguous().transpose(1, 2).view(dtype_of(dtype))
+        caches.append(cache)
+    for src, dst in (([], []), ([3], [9]), ([0, 1, 2], [11, 10, 9]), ([5, 5, 5], [0, 1, 2]), ([4], [4])):
+        check_copy(target, caches, src, dst)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"), [([0, 1], [1, 0]), ([0, 1, 2], [1, 2, 3]), ([3, 2, 1], [2, 1, 0]), ([0, 1, 2], [1, 2, 0])], ids=str
+)
+def test_copy_reads_every_source_before_it_writes(target: Target, src: list[int], dst: list[int]) -> None:
+    cache = torch.randn(4, 300, device=target.device)
+    check_copy(target, [cache, cache.clone()], src, dst)
+
+
+def test_copy_of_nothing(target: Target) -> None:
+    nothing = torch.zeros(0, dtype=torch.int64, device=target.device)
+    pagedkern.copy_blocks([], nothing, nothing, backend=target.name)
+
+
+def test_copy_of_many_blocks(target: Target) -> None:
+    order = torch.randperm(1000, generator=torch.Generator().manual_seed(1)).tolist()
+    check_copy(target, [torch.randn(1000, 4, 2, 8, device=target.device)], order[:500], order[500:])
+
+
+def states(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    out = torch.randn(shape, generator=generator).to(dtype)
+    lse = torch.randn(shape[:2], generator=generator) * 5
+    return out.to(device), lse.to(device)
+
+
+MERGED = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}  # two units in the last place of numbers below 4
+
+
+@pytest.mark.parametrize("dtype", MERGED)
+def test_merge(target: Target, dtype: str) -> None:
+    a, b = (states((33, 5, 24), dtype_of(dtype), seed, target.device) for seed in (1, 2))
+    before = [bits(x).clone() for x in (*a, *b)]
+    out, lse = pagedkern.merge_states(*a, *b)
+    want_out, want_lse = oracle.merge_states(*a, *b)
+    assert (out.dtype, lse.dtype) == (dtype_of(dtype), torch.float32)
+    assert oracle.error(out, want_out) <= MERGED[dtype]
+    assert oracle.error(lse, want_lse) <= 2e-6
+    assert all(torch.equal(bits(x), old) for x, old in zip((*a, *b), before, strict=True))
+
+
+def test_merge_is_symmetric_and_has_a_neutral_element(target: Target) -> None:
+    a, b = (states((9, 4, 16), torch.float32, seed, target.device) for seed in (1, 2))
+    ab, ba = pagedkern.merge_states(*a, *b), pagedkern.merge_states(*b, *a)
+    assert torch.equal(ab[0], ba[0])
+    assert torch.equal(ab[1], ba[1])
+    for unseen in (0.0, math.nan, math.inf):  # what out holds where nothing was seen does not matter
+        nothing = torch.full_like(a[0], unseen), torch.full_like(a[1], -math.inf)
+        for merged in (pagedkern.merge_states(*a, *nothing), pagedkern.merge_states(*nothing, *a)):
+            assert torch.equal(merged[0], a[0])
+            assert torch.equal(merged[1], a[1])
+        out, lse = pagedkern.merge_states(*nothing, *nothing)
+        assert torch.equal(out, torch.zeros_like(out))
+        assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("far", [90.0, 1e4, 1e30])
+def test_merge_of_sides_far_apart(target: Target, far: float) -> None:
+    """No overflow: the side that is far above takes everything."""
+    a, b = (states((9, 4, 16), torch.float32, seed, target.device) for seed in (1, 2))
+    for shift_a, shift_b, winner in ((far, 0.0, a), (0.0, -far, a), (-far, 0.0, b), (0.0, far, b)):
+        out, lse = pagedkern.merge_states(a[0], a[1] + shift_a, b[0], b[1] + shift_b)
+        assert torch.allclose(out, winner[0], rtol=0, atol=1e-6)
+        assert torch.equal(lse, torch.maximum(a[1] + shift_a, b[1] + shift_b))
+
+
+def test_merge_of_views(target: Target) -> None:
+    """Strides are free: a transposed [H, T, E], a slice, an expanded lse."""
+    a, b = (states((9, 4, 16), torch.float32, seed, target.device) for seed in (1, 2))
+    strided = torch.empty(4, 9, 20, device=target.device).transpose(0, 1)[..., 2:18].copy_(a[0])
+    lse = a[1].t().contiguous().t()
+    got, want = pagedkern.merge_states(strided, lse, *b), pagedkern.merge_states(*a, *b)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+def test_merge_of_three_parts_in_any_order(target: Target) -> None:
+    parts = [states((9, 4, 16), torch.float32, seed, target.device) for seed in (1, 2, 3)]
+    results = []
+    for i, j, k in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        results.append(pagedkern.merge_states(*pagedkern.merge_states(*parts[i], *parts[j]), *parts[k]))
+    for out, lse in results[1:]:
+        assert torch.allclose(out, results[0][0], rtol=0, atol=2e-6)
+        assert torch.allclose(lse, results[0][1], rtol=0, atol=2e-6)
