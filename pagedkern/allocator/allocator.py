@@ -1,0 +1,482 @@
+"""`BlockAllocator`: the public face of the bookkeeping."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from threading import get_ident
+from typing import Concatenate, ParamSpec, TypeVar, cast
+
+from pagedkern.allocator import audit, stepper
+from pagedkern.allocator.arguments import Tokens, integer, token_ids
+from pagedkern.allocator.cohort import Cohort
+from pagedkern.allocator.core import Core
+from pagedkern.allocator.pool import PRIORITIES
+from pagedkern.allocator.prefix import Salt
+from pagedkern.allocator.sequence import Sequence
+from pagedkern.allocator.step import Phase, Plan, Row, Step, Verdict
+from pagedkern.errors import InvalidArgument, InvalidType, OutOfBlocks, Unsupported
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_INHERITED = (
+    "_cached",
+    "_present",
+    "_computed",
+    "_scheduled",
+    "_registered",
+    "_root",
+    "_salt",
+    "_priority",
+)  # by forks
+
+
+def _operation(
+    method: Callable[Concatenate[BlockAllocator, P], R],
+) -> Callable[Concatenate[BlockAllocator, P], R]:
+    """An operation is all or nothing: whatever it raises, the state is as it was before."""
+
+    @wraps(method)
+    def run(self: BlockAllocator, *args: P.args, **kwargs: P.kwargs) -> R:
+        assert self._is_owner(), "a BlockAllocator belongs to one thread; call adopt() in the thread that takes it over"
+        undo = self._core.undo
+        mark = len(undo)
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            undo.rollback(mark)
+            raise
+        finally:
+            if not self._core.in_transaction:
+                undo.clear()
+
+    return run  # type: ignore[return-value]
+
+
+class BlockAllocator:
+    """Which blocks of a paged KV cache belong to which sequence. It moves no memory: it says what to move and where
+    to write.
+
+    An engine's loop::
+
+        seq = allocator.create(prompt)           # reuses the cached prefix
+        step = allocator.prefill([seq])          # the prompt's tokens that are left to compute
+        cache.apply(step)                        # carry out step.moves
+        ...                                      # run the model: K and V go to step.slot_mapping
+        allocator.commit(step)                   # now they count, and others may share them
+        step = allocator.append([seq], [token])  # next token: the same again
+        allocator.free(seq)
+
+    **Order.** Steps may be made before earlier ones are committed, as engines do that prepare the next step while the
+    GPU works. They are carried out in the order in which they were made; for each sequence they are committed oldest
+    first and aborted newest first. A fork made while a step of its parent is in flight takes part in that step.
+
+    **All or nothing.** A call that raises changes nothing. `OutOfBlocks` if blocks are lacking, `StaleSequence` for a
+    handle that is freed, swapped out or of another allocator, `InvalidArgument` (a `ValueError`) and `InvalidType`
+    (also a `TypeError`) for the rest.
+
+    **Threads.** No locks: one thread owns the allocator, the first that uses it. An assertion catches a second one
+    (not under `python -O`); `adopt` hands it over.
+
+    **Cost.** No operation depends on the size of the pool; a decode step of an unchanged batch costs some Python for
+    each block begun or filled, and nothing in Python for the other sequences.
+
+    Args:
+        num_blocks: blocks on the device, ids `0 .. num_blocks-1`, all for the allocator to hand out.
+        block_size: B, tokens a block.
+        num_host_blocks: blocks in host memory, for swapping.
+        prefix_caching: whether prompts share the full blocks of equal prefixes.
+        watermark: share of `num_blocks` that `can_allocate` wants to remain free, so that what runs already can grow.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_blocks: int = 0,
+        prefix_caching: bool = True,
+        watermark: float = 0.0,
+    ) -> None:
+        num_blocks = integer("num_blocks", num_blocks, 1, 2**31 - 1)
+        block_size = integer("block_size", block_size, 1, 2**31 - 1)
+        if integer("num_host_blocks", num_host_blocks, 0, 2**31 - 1):
+            raise Unsupported("num_host_blocks: swapping is not there yet, 0 is accepted")
+        if not isinstance(prefix_caching, bool):
+            raise InvalidType(f"prefix_caching: got {prefix_caching!r}, True or False is accepted")
+        if isinstance(watermark, bool) or not isinstance(watermark, (int, float)):
+            raise InvalidType(f"watermark: got {watermark!r}, a number from 0 to below 1 is accepted")
+        if not 0 <= watermark < 1:
+            raise InvalidArgument(f"watermark: got {watermark}, a number from 0 to below 1 is accepted")
+        self._core = Core(self, num_blocks, block_size, prefix_caching)
+        self._reserve = int(watermark * num_blocks)
+        self._thread: int | None = None
+
+    # Facts.
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks on the device."""
+        return self._core.pool.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """B, tokens a block."""
+        return self._core.block_size
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out now, cached ones that nobody uses included."""
+        return self._core.pool.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose contents the prefix cache knows, in use or not."""
+        return len(self._core.prefix)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All sequences that have not been freed, in the order of their creation."""
+        return list(self._core.live.values())
+
+    # Sequences.
+
+    def can_allocate(self, tokens: int | Tokens, *, salt: Salt = None) -> Verdict:
+        """Whether `create(tokens)` would succeed with the watermark kept: `OK`, `LATER`, or `NEVER`. Changes nothing.
+
+        `NEVER` when the prompt needs more blocks than the pool has above the watermark, cached or not. O(tokens).
+        """
+        core = self._core
+        ids, length = self._prompt(tokens)
+        need = core.num_blocks_for(length)
+        if need > self.num_blocks - self._reserve:
+            return Verdict.NEVER
+        known = core.prefix.peek_root(_salt(salt)) if core.caching else 0
+        hits = core.prefix.match(known, core.prefix.chunks(ids.tobytes())) if known else []
+        free = core.pool.num_free - core.pool.num_idle_of(hits)
+        return Verdict.OK if need - len(hits) + self._reserve <= free else Verdict.LATER
+
+    @_operation
+    def create(self, tokens: int | Tokens, *, salt: Salt = None, priority: int = 0) -> Sequence:
+        """A new sequence with this prompt: token ids, or a count when there is nothing to share.
+
+        The longest prefix of full blocks that is cached under the same salt is shared, not computed again
+        (`num_cached_tokens`). At least one token is left to compute: when all are cached, the last one, whose K and V
+        need not be written again (its slot is -1). A prompt of no tokens is legal; it owns no block until `append`.
+
+        Args:
+            tokens: ids of up to 64 bits with a sign, or their number.
+            salt: a string, bytes, an int or None. Sequences with different salts share nothing.
+            priority: 0 to 3. When blocks are lacking, cached blocks of freed sequences of lower priority go first.
+
+        Raises `OutOfBlocks`, whose message says how many blocks are needed and free. O(tokens).
+        """
+        core = self._core
+        if not core.undo:
+            core.pool.compact()
+        level = integer("priority", priority, 0, PRIORITIES - 1)
+        salt = _salt(salt)
+        ids, length = self._prompt(tokens)
+        root = core.prefix.root(salt) if core.caching and isinstance(tokens, Iterable) else 0
+        hits = core.prefix.match(root, core.prefix.chunks(ids.tobytes())) if root else []
+        missing = core.num_blocks_for(length) - len(hits)
+        free = core.pool.num_free - core.pool.num_idle_of(hits)
+        if missing > free:
+            raise OutOfBlocks(f"create: {missing} blocks needed beside {len(hits)} cached ones, {free} free")
+        core.pool.retain(hits)
+        seq = core.add(array("i", hits + core.pool.take(missing)), ids, length)
+        seq._root, seq._salt, seq._priority = root, salt, level
+        seq._present = len(hits) * core.block_size
+        seq._cached = seq._computed = seq._scheduled = max(0, min(seq._present, length - 1))
+        seq._private = seq._registered = len(hits)
+        return seq
+
+    @_operation
+    def fork(self, seq: Sequence, n: int = 1) -> list[Sequence]:
+        """`n` new sequences with the same tokens, sharing every block until somebody writes. O(blocks) each.
+
+        Tokens that are still to be computed are so in the fork too: fork after the prefill, else each computes the
+        prompt.
+        """
+        core = self._core
+        seq = core.own(seq)
+        count = integer("n", n, 0)
+        blocks = seq._blocks[: core.num_blocks_for(seq._length)]
+        owned = [b for b in blocks if b >= 0]
+        forks = []
+        for _ in range(count):
+            core.pool.retain(owned)
+            fork = core.add(blocks[:], seq._tokens[:], seq._length)
+            for name in (
+                "_cached",
+                "_present",
+                "_computed",
+                "_scheduled",
+                "_registered",
+                "_root",
+                "_salt",
+                "_priority",
+            ):
+                setattr(fork, name, getattr(seq, name))
+            fork._private = len(blocks)
+            self._ride(seq, fork)
+            forks.append(fork)
+        if count:
+            seq._private = max(seq._private, len(blocks))
+        return forks
+
+    def _ride(self, seq: Sequence, fork: Sequence) -> None:
+        """Let a fork take part in the steps in flight of its parent."""
+        for plan in seq._pending:
+            rows = cast("list[Row]", plan._rows)
+            row = next(row for row in rows if row.seq is seq)
+            twin = Row(fork, row.start, row.end, row.base, row.num_blocks)
+            twin.cows = list(row.cows)
+            self._core.undo.append((rows.remove, (twin,)))
+            rows.append(twin)
+        fork._pending = seq._pending
+
+    @_operation
+    def truncate(self, seq: Sequence, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens: rejected speculative tokens go, with the blocks that held nothing else.
+
+        Also tokens that a step in flight is computing: the step then counts for the ones that are left. O(blocks).
+        """
+        core = self._core
+        seq = core.own(seq)
+        length = integer("num_tokens", num_tokens, 0, seq._length)
+        kept = core.num_blocks_for(length)
+        if length % core.block_size and seq._blocks[kept - 1] < 0:
+            raise InvalidArgument(f"num_tokens: got {length}, but the block of token {length - 1} was given back")
+        core.give_up(seq, seq._blocks[kept:])
+        seq._blocks, seq._tokens = seq._blocks[:kept], seq._tokens[:length]
+        seq._dirty = True
+        seq._length = length
+        for name in ("_cached", "_present", "_computed", "_scheduled"):
+            setattr(seq, name, min(getattr(seq, name), length))
+        seq._registered = min(seq._registered, length // core.block_size)
+        seq._private = min(seq._private, kept)
+        for plan in seq._pending:
+            for row in plan._rows or ():
+                if row.seq is seq:
+                    core.undo.append((row.restore, (row.start, row.end, row.base)))
+                    row.clamp(length)
+
+    @_operation
+    def free(self, seq: Sequence) -> None:
+        """Give the sequence's blocks back; the handle is stale from now on. O(blocks).
+
+        Cached blocks stay to be reused until they are the least recently used, the tail of a sequence before its head.
+        Blocks that a step in flight reads or writes are handed out again only after its commit or abort.
+        """
+        core = self._core
+        seq = core.own(seq)
+        core.give_up(seq, seq._blocks)
+        core.remove(seq)
+
+    # Steps.
+
+    @_operation
+    def prefill(self, seqs: Iterable[Sequence], max_tokens: int | None = None) -> Step:
+        """The step that computes the next prompt tokens that are neither computed nor in flight.
+
+        With `max_tokens`, the step computes that many at most in all, first come first served: its `seqs` are the
+        leading ones that get any. `InvalidArgument` for a sequence that has nothing left to compute. O(tokens).
+        """
+        core = self._core
+        batch = core.own_all(seqs)
+        budget = None if max_tokens is None else integer("max_tokens", max_tokens, 1)
+        ends: list[int] = []
+        for i, seq in enumerate(batch):
+            left = seq._length - seq._scheduled
+            if not left:
+                raise InvalidArgument(f"seqs[{i}]: sequence {seq.id} has no token left to compute")
+            if budget is not None:
+                left = min(left, budget)
+                budget -= left
+            if left:
+                ends.append(seq._scheduled + left)
+        return stepper.make_step(core, batch[: len(ends)], ends, growing=False)
+
+    @_operation
+    def append(
+        self,
+        seqs: Iterable[Sequence],
+        tokens: Iterable[int | Tokens] | None = None,
+        *,
+        num_tokens: int = 1,
+        lookahead: int = 0,
+    ) -> Step:
+        """The step that computes new tokens, for which each sequence grows; a last block that is shared is copied
+        first.
+
+        The same list of sequences, step after step, is the fast case (see `Step` for what its buffers share).
+
+        Args:
+            seqs: sequences whose earlier tokens are all computed or in flight; `InvalidArgument` if `prefill` has not
+                come.
+            tokens: for each sequence one token id, or a list of ids. None: their ids do not matter (nothing is cached).
+            num_tokens: how many for each sequence, when `tokens` is None.
+            lookahead: reserve blocks for so many tokens more, that a draft model may write ahead of the sequence.
+
+        O(tokens + blocks begun).
+        """
+        if lookahead == 0 and num_tokens == 1 and type(seqs) is list and seqs:
+            cohort: Cohort | None = getattr(seqs[0], "_cohort", None)
+            if cohort is not None and cohort.active and cohort.seqs == seqs and cohort.belongs_to(self._core):
+                ids = _single_ids(tokens, len(seqs)) if tokens is not None else None
+                if (ids is not None) if cohort.logs else (ids is not None or tokens is None):
+                    return cohort.advance(ids if cohort.logs else None)
+        return self._append(seqs, tokens, num_tokens, lookahead)
+
+    def _append(
+        self, seqs: Iterable[Sequence], tokens: Iterable[int | Tokens] | None, num_tokens: int, lookahead: int
+    ) -> Step:
+        core = self._core
+        batch = core.own_all(seqs)
+        ahead = integer("lookahead", lookahead, 0)
+        counts, ids = _new_tokens(len(batch), tokens, num_tokens)
+        for i, seq in enumerate(batch):
+            if seq._scheduled != seq._length:
+                raise InvalidArgument(
+                    f"seqs[{i}]: {seq._length - seq._scheduled} tokens of sequence {seq.id} have not been computed, "
+                    f"prefill them first"
+                )
+        ends = []
+        for seq, count, new in zip(batch, counts, ids, strict=True):
+            ends.append(seq._length + count)
+            if new is not None and seq._root and len(seq._tokens) == seq._length:
+                seq._tokens.extend(new)
+        return stepper.make_step(core, batch, ends, lookahead=ahead, growing=True)
+
+    @_operation
+    def commit(self, plan: Plan) -> None:
+        """The step or plan has been carried out: its tokens are computed, its copies are done, its fences fall.
+
+        Full blocks enter the prefix cache now, not earlier. `InvalidArgument` if an earlier step of one of its
+        sequences is not committed. Sequences freed since are passed over. O(sequences + blocks filled).
+        """
+        plan = self._flying(plan)
+        if isinstance(plan, Step) and plan._cohort is not None:
+            plan._cohort.commit(plan)
+        else:
+            stepper.commit(self._core, plan)
+
+    @_operation
+    def abort(self, plan: Plan) -> None:
+        """The step or plan has not run and will not: what it was going to do is undone.
+
+        Tokens that `append` added for it are gone, blocks that it copied on write are shared again. Prompt tokens
+        remain, to be computed by another `prefill`. `InvalidArgument` if a later step of one of its sequences is in
+        flight. O(blocks).
+        """
+        plan = self._flying(plan)
+        if isinstance(plan, Step) and plan._cohort is not None:
+            plan._cohort.stop()
+        stepper.abort(self._core, cast(Step, plan))
+
+    def _flying(self, plan: object) -> Plan:
+        if not isinstance(plan, Plan):
+            raise InvalidType(f"plan: got {type(plan).__name__}, a Step or Plan is accepted")
+        if plan._owner is not self:
+            raise InvalidArgument(f"plan: {plan.id} was made by another allocator")
+        if plan._phase is not Phase.IN_FLIGHT:
+            raise InvalidArgument(f"plan: {plan.id} is {plan.state} already")
+        return plan
+
+    @contextmanager
+    def transaction(self) -> Iterator[BlockAllocator]:
+        """A context: if an exception leaves it, everything done inside is undone, to the order in which blocks are
+        evicted.
+
+        Sequences made inside are then freed, steps made inside are aborted. Transactions nest. Steps inside take the
+        general path, not the fast one. Entering is O(live sequences) if a batch was on the fast path.
+        """
+        core = self._core
+        assert self._is_owner(), "a BlockAllocator belongs to one thread"
+        outer, mark = core.in_transaction, len(core.undo)
+        core.settle_cohorts()
+        core.in_transaction = True
+        try:
+            yield self
+        except BaseException:
+            core.undo.rollback(mark)
+            raise
+        finally:
+            core.in_transaction = outer
+            if not outer:
+                core.undo.clear()
+
+    # Care.
+
+    def check(self) -> None:
+        """Audit every invariant. Raises `AuditError` with what is wrong. O(blocks + tokens)."""
+        audit.check(self._core)
+
+    def adopt(self) -> None:
+        """Make the calling thread the owner. The thread that owned the allocator must not be using it."""
+        self._thread = get_ident()
+
+    def _is_owner(self) -> bool:
+        if self._thread is None:
+            self._thread = get_ident()
+        return self._thread == get_ident()
+
+    def _prompt(self, tokens: int | Tokens) -> tuple[array[int], int]:
+        """The ids worth keeping, and the length of the prompt."""
+        if not isinstance(tokens, Iterable):
+            return array("q"), integer("tokens", tokens, 0, 2**31 - 1)
+        ids = token_ids("tokens", tokens)
+        return (ids if self._core.caching else array("q")), len(ids)
+
+    def __repr__(self) -> str:
+        return (
+            f"<BlockAllocator of {self.num_blocks} blocks of {self.block_size} tokens: {self.num_free_blocks} free, "
+            f"{self.num_cached_blocks} cached, {len(self._core.live)} sequences>"
+        )
+
+
+def _salt(salt: object) -> Salt:
+    if salt is not None and (isinstance(salt, bool) or not isinstance(salt, (str, bytes, int))):
+        raise InvalidType(f"salt: got {type(salt).__name__}, a str, bytes, an int or None is accepted")
+    return salt
+
+
+def _single_ids(tokens: object, count: int) -> array[int] | None:
+    """The ids if they are plainly one for each sequence; None to have a closer look."""
+    if not isinstance(tokens, (list, tuple, array)) or len(tokens) != count:
+        return None
+    try:
+        return array("q", tokens)
+    except (TypeError, OverflowError):
+        return None
+
+
+def _new_tokens(
+    num_seqs: int, tokens: Iterable[int | Tokens] | None, num_tokens: int
+) -> tuple[list[int], list[Iterable[int] | None]]:
+    """How many tokens each sequence grows by, and their ids if they are known."""
+    count = integer("num_tokens", num_tokens, 1)
+    if tokens is None:
+        return [count] * num_seqs, [None] * num_seqs
+    if count != 1:
+        raise InvalidArgument(f"num_tokens: got {count} beside tokens, which say it themselves")
+    single = _single_ids(tokens, num_seqs)
+    if single is not None:
+        return [1] * num_seqs, [(token,) for token in single]
+    if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes, bytearray)):
+        raise InvalidType(f"tokens: got {type(tokens).__name__}, one id or a list of ids for each sequence is accepted")
+    rows: list[Iterable[int] | None] = []
+    counts = []
+    for i, new in enumerate(tokens):
+        ids = token_ids(f"tokens[{i}]", new if isinstance(new, Iterable) and not hasattr(new, "__index__") else [new])  # type: ignore[list-item]
+        if not ids:
+            raise InvalidArgument(f"tokens[{i}]: got no id, at least one is accepted")
+        rows.append(ids)
+        counts.append(len(ids))
+    if len(rows) != num_seqs:
+        raise InvalidArgument(f"tokens: got {len(rows)} entries for {num_seqs} sequences, one for each is accepted")
+    return counts, rows

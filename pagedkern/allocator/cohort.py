@@ -1,0 +1,207 @@
+"""The fast path: a batch that decodes one token a sequence, step after step, is moved as one thing.
+
+What changes from step to step is the same for all rows: each length and each slot grows by one. So lengths and slots
+are one big integer each, with a lane for each row, and adding a constant advances them all. A row needs attention
+only when its sequence enters a new block (take one, write it into the table) or fills one (hand it to the prefix
+cache): a calendar says which rows do so at which step. The fields of each sequence are derived when somebody looks.
+
+A cohort is active from the `append` that made it until one of its sequences is used in any other way.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import deque
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from pagedkern.allocator.step import Phase, Row, Step, Table, make_table
+from pagedkern.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from pagedkern.allocator.core import Core
+    from pagedkern.allocator.sequence import Sequence
+
+
+class Cohort:
+    """A batch whose sequences all grow by one token a step, each with a last block of its own."""
+
+    __slots__ = (
+        "_base",
+        "_calendar",
+        "_committed",
+        "_core",
+        "_cu_seqlens_q",
+        "_first",
+        "_issued",
+        "_lengths",
+        "_log",
+        "_longest",
+        "_pending",
+        "_slots",
+        "_table",
+        "active",
+        "logs",
+        "members",
+        "seqs",
+    )
+
+    @classmethod
+    def start(cls, core: Core, step: Step, table: Table) -> None:
+        """Make a cohort of the step's sequences, if they can be one: the step has just appended one token to each."""
+        seqs, size = step.seqs, core.block_size
+        known = [bool(s._root) and len(s._tokens) == s._length for s in seqs]
+        if not seqs or any(known) != all(known):
+            return
+        for s in seqs:
+            if len(s._blocks) != -(-s._length // size) or (s._registered and s._blocks[s._registered - 1] < 0):
+                return
+        cohort = cls(core, step, table, logs=known[0])
+        for row, s in enumerate(seqs):
+            s._cohort, s._row = cohort, row
+        core.cohorts[id(cohort)] = cohort
+
+    def __init__(self, core: Core, step: Step, table: Table, logs: bool) -> None:
+        self._core = core
+        self._first = step  # its commit comes before those of the steps made here
+        self.active = True
+        self.members = step.seqs
+        self.seqs = list(step.seqs)  # compared with what `append` is given
+        self.logs = logs  # whether token ids are known, and kept for the prefix cache
+        self._log = array("q")  # ids of the last steps, S each; those of full blocks have gone to the sequences
+        self._base = step.seq_lens[:]
+        self._longest = max(self._base)
+        self._lengths = int.from_bytes(self._base.tobytes(), sys.byteorder)  # lanes of 32 bits
+        self._slots = step.slot_mapping[:]  # of the last step; callers may do with theirs what they like
+        self._cu_seqlens_q = array("i", range(len(self.seqs) + 1))
+        self._table = table
+        self._issued = 0  # steps made here
+        self._committed = 0
+        self._pending: deque[Step] = deque()
+        size = core.block_size
+        calendar: list[list[int]] = [[] for _ in range(size)]
+        for row, length in enumerate(self._base):
+            calendar[-length % size].append(row)
+        self._calendar = tuple(
+            map(tuple, calendar)
+        )  # [k % B]: the rows that enter a new block at the k-th step, and filled one the step before
+
+    def belongs_to(self, core: Core) -> bool:
+        return self._core is core
+
+    def length(self, row: int) -> int:
+        """`num_tokens` of a row."""
+        return self._base[row] + self._issued
+
+    def computed(self, row: int, before: int) -> int:
+        """`num_computed_tokens` of a row, `before` being the number that its own record has."""
+        return self._base[row] + self._committed if self._committed else before
+
+    def advance(self, ids: array[int] | None) -> Step:
+        """The step that appends one token to each sequence. O(S) in C, O(rows that enter or fill a block) in Python."""
+        core, number, seqs = self._core, self._issued, self.seqs
+        size, rows = core.block_size, len(seqs)
+        entering = self._calendar[number % size]
+        fresh = core.pool.take(len(entering)) if entering else ()
+        step = Step(core.owner, core.last_plan + 1, self.members)
+        table = self._table
+        if self._longest + number + 1 > table.width * size:
+            table, _, _ = make_table(self.members, None, 2 * table.width)
+            table.step = 0
+        slots = array("q", _add_one(self._slots, 8 * rows, _ones(64, rows)))
+
+        # Nothing below raises.
+        core.last_plan += 1
+        self._issued = number + 1
+        self._table = table
+        entries, width = table.entries, table.width
+        for row, b in zip(entering, fresh, strict=True):
+            blocks = seqs[row]._blocks
+            entries[row * width + len(blocks)] = b
+            blocks.append(b)
+            slots[row] = b * size
+        self._slots, step._slots = slots, slots[:]
+        self._lengths += _ones(32, rows)
+        step.seq_lens = array("i", self._lengths.to_bytes(4 * rows, sys.byteorder))
+        step.cu_seqlens_q = self._cu_seqlens_q
+        step.num_tokens = rows
+        step.max_seqlen_q = 1
+        step.block_table = table.view
+        step.base = table.step or None
+        step.changed_rows = entering if table.step else range(rows)
+        table.step = step.id
+        step._cohort = self
+        if ids is not None:
+            step._fills = self._record(ids)
+        self._pending.append(step)
+        core.in_flight[step.id] = step
+        return step
+
+    def _record(self, ids: array[int]) -> list[tuple[Sequence, int, int, bytes]]:
+        """Keep the ids of a step. Returns (sequence, block, block before it or -1, its tokens) for each block now
+        full.
+        """
+        size, rows, log, number = self._core.block_size, len(self.seqs), self._log, self._issued
+        log.extend(ids)
+        start = len(log) - min(size, number) * rows
+        fills = []
+        for row in self._calendar[number % size]:
+            seq = self.seqs[row]
+            tokens, blocks = seq._tokens, seq._blocks
+            tokens.extend(log[start + row :: rows])
+            fills.append((seq, blocks[-1], blocks[-2] if len(blocks) > 1 else -1, tokens[-size:].tobytes()))
+        if len(log) >= 2 * size * rows:
+            del log[: len(log) - size * rows]
+        return fills
+
+    def commit(self, step: Step) -> None:
+        """The oldest step in flight has run. O(blocks it filled)."""
+        first = self._pending[0] if self._first._phase is Phase.COMMITTED else self._first
+        if first is not step:
+            raise InvalidArgument(f"plan: {step.id} comes after {first.id} for the same sequences, commit that first")
+        prefix = self._core.prefix
+        for seq, block, before, chunk in step._fills or ():
+            prefix.insert_one(prefix.nodes[before] if before >= 0 else seq._root, chunk, block)
+        self._pending.popleft()
+        self._committed += 1
+        step._phase = Phase.COMMITTED
+        del self._core.in_flight[step.id]
+
+    def stop(self) -> None:
+        """Its sequences go their own ways: steps in flight become steps like any other, records are settled on
+        demand.
+        """
+        size = self._core.block_size
+        self.active = False
+        del self._core.cohorts[id(self)]
+        for number, step in enumerate(self._pending, self._committed + 1):
+            step._rows = []
+            step._cohort, step._fills = None, None
+            for seq, base in zip(self.seqs, self._base, strict=True):
+                end = base + number
+                step._rows.append(Row(seq, end - 1, end, end - 1, -(-(end - 1) // size)))
+                seq._pending += (step,)
+
+    def settle(self, seq: Sequence, row: int) -> None:
+        """Bring a sequence's own record up to date, after `stop`."""
+        seq._length = seq._scheduled = self._base[row] + self._issued
+        seq._computed = self.computed(row, seq._computed)
+        if self.logs:
+            missing = seq._length - len(seq._tokens)
+            if missing:
+                seq._tokens.extend(self._log[len(self._log) - missing * len(self.seqs) + row :: len(self.seqs)])
+            if self._committed:
+                seq._registered = seq._computed // self._core.block_size
+                seq._private = max(seq._private, seq._registered)
+
+
+def _add_one(lanes: array[int], nbytes: int, ones: int) -> bytes:
+    """Each element plus one. No element is near the end of its range, so no lane overflows into the next."""
+    return (int.from_bytes(lanes, sys.byteorder) + ones).to_bytes(nbytes, sys.byteorder)
+
+
+@lru_cache(256)
+def _ones(bits: int, lanes: int) -> int:
+    """A 1 in each lane."""
+    return ((1 << bits * lanes) - 1) // ((1 << bits) - 1)

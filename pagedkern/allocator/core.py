@@ -1,0 +1,142 @@
+"""The state that the parts of the allocator share, and the changes that more than one of them makes."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import count
+from typing import TYPE_CHECKING
+
+from pagedkern.allocator.pool import BlockPool
+from pagedkern.allocator.prefix import PrefixIndex
+from pagedkern.allocator.sequence import Sequence, State
+from pagedkern.allocator.step import Phase, Plan, Table
+from pagedkern.allocator.undo import UndoLog
+from pagedkern.errors import InvalidArgument, InvalidType, StaleSequence
+
+if TYPE_CHECKING:
+    from pagedkern.allocator.cohort import Cohort
+
+
+class Core:
+    """Pools, prefix index, live sequences, plans in flight, undo log of one allocator."""
+
+    def __init__(self, owner: object, num_blocks: int, block_size: int, caching: bool) -> None:
+        self.owner = owner
+        self.block_size = block_size
+        self.caching = caching
+        self.undo = UndoLog()
+        self.prefix = PrefixIndex(num_blocks, block_size, self.undo, count(1))
+        self.pool = BlockPool("device", num_blocks, self.prefix, self.undo)
+        self.live: dict[int, Sequence] = {}  # by id, swapped-out ones included
+        self.in_flight: dict[int, Plan] = {}  # by id
+        self.cohorts: dict[int, Cohort] = {}  # the active ones
+        self.table: Table | None = None  # of the last `append` that was not the work of a cohort
+        self.last_seq = 0
+        self.last_plan = 0
+        self.in_transaction = False
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def add(self, blocks: array[int], tokens: array[int], length: int) -> Sequence:
+        """A new live sequence. Its blocks have been taken or retained for it."""
+        self.last_seq += 1
+        seq = Sequence(self.owner, self.last_seq, blocks, tokens, length)
+        self.live[seq.id] = seq
+        self.undo.append((self._unadd, (seq,)))
+        return seq
+
+    def _unadd(self, seq: Sequence) -> None:
+        seq._state = State.FREED
+        del self.live[seq.id]
+
+    def remove(self, seq: Sequence) -> None:
+        """A sequence has been freed. Its blocks have been released."""
+        seq._state = State.FREED
+        del self.live[seq.id]
+        self.undo.append((self.live.__setitem__, (seq.id, seq)))
+
+    def settle_cohorts(self) -> None:
+        """End the fast path of every batch."""
+        for cohort in list(self.cohorts.values()):
+            cohort.stop()
+            for seq in cohort.seqs:
+                seq._sync()
+
+    def own(self, seq: object, name: str = "seq", state: State = State.LIVE) -> Sequence:
+        """The sequence, taken out of its cohort and ready to be changed, or the error that its handle is stale.
+
+        Changes made to it from now on are undone by the undo log.
+        """
+        if not isinstance(seq, Sequence):
+            raise InvalidType(f"{name}: got {type(seq).__name__}, a Sequence is accepted")
+        if seq._owner is not self.owner:
+            raise StaleSequence(f"{name}: sequence {seq.id} belongs to another allocator")
+        if seq._state is not state:
+            raise StaleSequence(f"{name}: sequence {seq.id} is {seq.state}, accepted is one that is {state.value}")
+        cohort = seq._cohort
+        if cohort is not None:
+            if cohort.active:
+                cohort.stop()
+            seq._sync()
+        self.undo.append((seq._restore, seq._saved()))
+        return seq
+
+    def own_all(self, seqs: object, state: State = State.LIVE) -> list[Sequence]:
+        """`own` for each sequence of a batch, which must not name one twice."""
+        if isinstance(seqs, Sequence) or not hasattr(seqs, "__iter__"):
+            raise InvalidType(f"seqs: got {type(seqs).__name__}, a list of Sequence is accepted")
+        batch = [self.own(s, f"seqs[{i}]", state) for i, s in enumerate(seqs)]
+        if len(set(batch)) != len(batch):
+            twice = next(s.id for i, s in enumerate(batch) if s in batch[:i])
+            raise InvalidArgument(f"seqs: sequence {twice} is named twice")
+        return batch
+
+    def launch(self, plan: Plan) -> None:
+        """The plan is in flight from now on."""
+        self.in_flight[plan.id] = plan
+        self.undo.append((self._unlaunch, (plan,)))
+
+    def _unlaunch(self, plan: Plan) -> None:
+        plan._phase = Phase.ABORTED
+        del self.in_flight[plan.id]
+
+    def land(self, plan: Plan) -> None:
+        """The plan is committed or aborted: its fences go."""
+        del self.in_flight[plan.id]
+        self.undo.append((self.in_flight.__setitem__, (plan.id, plan)))
+        if plan._held:
+            self.pool.unhold(plan._held)
+
+    def next_plan(self) -> int:
+        self.last_plan += 1
+        return self.last_plan
+
+    def fence(self, plan: Plan, blocks: list[int]) -> None:
+        """Keep owned blocks from being handed out until the plan has landed."""
+        self.undo.append((plan._restore, plan._saved()))
+        self.pool.hold(blocks)
+        plan._held += blocks
+
+    def give_up(self, seq: Sequence, blocks: array[int]) -> None:
+        """Release blocks of a sequence, behind a fence if a plan in flight reads or writes them."""
+        if seq._pending:
+            self.fence(seq._pending[-1], [b for b in blocks if b >= 0])
+        self.pool.release(blocks, seq._priority)
+
+    def cache(self, seq: Sequence) -> None:
+        """Enter the full, computed blocks that the prefix cache does not know yet. O(those blocks)."""
+        size, start = self.block_size, seq._registered
+        full = min(seq._computed, len(seq._tokens)) // size
+        if full <= start or not seq._root:
+            return
+        blocks = seq._blocks[start:full].tolist()
+        behind = seq._blocks[start - 1] if start else 0
+        if behind < 0 or min(blocks) < 0:  # the window has passed: nobody can say any more what these blocks follow
+            seq._root = 0
+            return
+        parent = self.prefix.nodes[behind] if start else seq._root
+        data = seq._tokens[start * size : full * size].tobytes()
+        self.prefix.insert(parent, self.prefix.chunks(data), blocks)
+        seq._registered = full
+        seq._private = max(seq._private, full)

@@ -1,0 +1,194 @@
+"""Physical blocks: who owns them, which are free, which must not be handed out yet. Knows nothing of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pagedkern.allocator.idle import IdleQueue
+from pagedkern.allocator.prefix import PrefixIndex
+from pagedkern.allocator.undo import UndoLog
+from pagedkern.errors import OutOfBlocks
+
+PRIORITIES = 4
+"""Levels of eviction: cached blocks of level 0 are evicted before those of level 1, and so on."""
+
+
+class BlockPool:
+    """Reference counts and free blocks of one memory (device or host).
+
+    A block is in exactly one of four states:
+
+    - owned: `refs[b] > 0` tables hold it;
+    - held: nobody owns it, but a step or plan in flight reads or writes it (`holds[b] > 0`), so it is not free yet;
+    - idle: free, and its contents are cached: it stays until the least recently used have to go;
+    - blank: free, and its contents are worth nothing.
+
+    Each operation is O(1) for each block that it touches, whatever the size of the pool, and goes into the undo log.
+    """
+
+    __slots__ = ("_blank", "_idle", "_level", "_undo", "holds", "name", "prefix", "refs")
+
+    def __init__(self, name: str, num_blocks: int, prefix: PrefixIndex, undo: UndoLog) -> None:
+        self.name = name  # for messages: "device" or "host"
+        self.prefix = prefix
+        self.refs = [0] * num_blocks
+        self.holds: dict[int, int] = {}
+        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest ids come out first
+        self._idle = tuple(IdleQueue() for _ in range(PRIORITIES))
+        self._level: dict[int, int] = {}  # level of the blocks that were released at another level than 0
+        self._undo = undo
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.refs)
+
+    @property
+    def num_idle(self) -> int:
+        """Free blocks whose contents are cached."""
+        return sum(map(len, self._idle))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `take` can hand out now: blank and idle ones."""
+        return len(self._blank) + self.num_idle
+
+    def num_idle_of(self, blocks: Iterable[int]) -> int:
+        """How many of these cached blocks are idle: sharing them takes so many from the free ones."""
+        refs, holds = self.refs, self.holds
+        return sum(not refs[b] and b not in holds for b in blocks)
+
+    def take(self, count: int) -> list[int]:
+        """Hand out `count` blocks with one owner each: blank ones first, then the least recently used idle ones.
+
+        Raises `OutOfBlocks`, and changes nothing, if fewer are free.
+        """
+        blank = self._blank
+        if count > len(blank) and count > self.num_free:
+            raise OutOfBlocks(f"{self.name} blocks: {count} needed, {self.num_free} of {self.num_blocks} free")
+        kept = max(0, len(blank) - count)
+        blocks = blank[kept:]
+        blocks.reverse()
+        del blank[kept:]
+        for b in blocks:
+            self.refs[b] = 1
+        self._undo.append((self._untake, (blocks,)))
+        if len(blocks) < count:
+            blocks = blocks + self._evict(count - len(blocks))
+        return blocks
+
+    def _untake(self, blocks: list[int]) -> None:
+        for b in blocks:
+            self.refs[b] = 0
+        self._blank.extend(reversed(blocks))
+
+    def _evict(self, count: int) -> list[int]:
+        taken: list[int] = []
+        for queue in self._idle:
+            part = min(len(queue), count - len(taken))
+            if part:
+                blocks, raw = queue.pop(part)
+                self._undo.append((queue.unpop, (raw,)))
+                taken += blocks
+        for b in taken:
+            self.refs[b] = 1
+        self._undo.append((self._unevict, (taken,)))
+        self.prefix.remove(taken)
+        return taken
+
+    def _unevict(self, blocks: list[int]) -> None:
+        for b in blocks:
+            self.refs[b] = 0
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        """Add one owner to each block. Idle blocks come back to life; the caller never retains blank ones."""
+        refs, holds = self.refs, self.holds
+        for b in blocks:
+            if not refs[b] and b not in holds:
+                self._idle[self._level.get(b, 0)].remove(b)
+            refs[b] += 1
+            self._undo.append((self._unretain, (b,)))
+
+    def _unretain(self, b: int) -> None:
+        self.refs[b] -= 1
+        if not self.refs[b] and b not in self.holds:
+            self._idle[self._level.get(b, 0)].unremove(b)
+
+    def release(self, blocks: Sequence[int], level: int = 0) -> None:
+        """Take one owner from each block, in the order of a table: entries of -1 are passed over.
+
+        Blocks that nobody owns any more become free, the last of them the least recently used: tails before heads.
+        """
+        refs, keys, holds = self.refs, self.prefix.keys, self.holds
+        blank: list[int] = []
+        idle: list[int] = []
+        owned = [b for b in reversed(blocks) if b >= 0]
+        for b in owned:
+            refs[b] = r = refs[b] - 1
+            if not r and b not in holds:
+                (blank if keys[b] is None else idle).append(b)
+        self._undo.append((self._unrelease, (owned,)))
+        self._give(blank, idle, level)
+
+    def _unrelease(self, blocks: list[int]) -> None:
+        for b in blocks:
+            self.refs[b] += 1
+
+    def _give(self, blank: list[int], idle: list[int], level: int) -> None:
+        """Make blocks free: blank ones, and idle ones from the least to the most recently used."""
+        if blank:
+            self._blank.extend(blank)
+            self._undo.append((self._ungive, (len(blank),)))
+        if idle:
+            if level or self._level:
+                self._set_levels(idle, level)
+            self._idle[level].push(idle)
+            self._undo.append((self._idle[level].unpush, (len(idle),)))
+
+    def _ungive(self, count: int) -> None:
+        del self._blank[len(self._blank) - count :]
+
+    def _set_levels(self, blocks: list[int], level: int) -> None:
+        for b in blocks:
+            self._undo.append((self._unset_level, (b, self._level.get(b, 0))))
+            self._unset_level(b, level)
+
+    def _unset_level(self, b: int, level: int) -> None:
+        if level:
+            self._level[b] = level
+        else:
+            self._level.pop(b, None)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Fence owned blocks: until `unhold`, they are not handed out to anybody else, even when nobody owns them."""
+        for b in blocks:
+            self.holds[b] = self.holds.get(b, 0) + 1
+            self._undo.append((self._unhold, (b,)))
+
+    def _unhold(self, b: int) -> None:
+        if self.holds[b] == 1:
+            del self.holds[b]
+        else:
+            self.holds[b] -= 1
+
+    def unhold(self, blocks: Iterable[int], level: int = 0) -> None:
+        """Take one fence from each block; those that nobody owns or fences any more become free."""
+        blank: list[int] = []
+        idle: list[int] = []
+        for b in blocks:
+            self._unhold(b)
+            self._undo.append((self._rehold, (b,)))
+            if b not in self.holds and not self.refs[b]:
+                (blank if self.prefix.keys[b] is None else idle).append(b)
+        self._give(blank, idle, level)
+
+    def _rehold(self, b: int) -> None:
+        self.holds[b] = self.holds.get(b, 0) + 1
+
+    def compact(self) -> None:
+        """Bound the memory of the idle queues. Called between operations."""
+        for queue in self._idle:
+            queue.compact(len(self.refs))
+
+    def free_blocks(self) -> tuple[list[int], list[list[int]]]:
+        """The blank blocks, and for each level the idle ones, least recently used first. O(n), for audits."""
+        return list(self._blank), [list(queue) for queue in self._idle]

@@ -1,0 +1,152 @@
+"""The prefix cache's index: which block holds which tokens after which prefix, compared in full."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from itertools import count
+from typing import TypeAlias
+
+from pagedkern.allocator.undo import UndoLog
+
+Key: TypeAlias = tuple[int, bytes]
+"""The node of the parent block, and the block's token ids as packed 64-bit integers."""
+Salt: TypeAlias = str | bytes | int | None
+
+
+class PrefixIndex:
+    """Finds the block that holds given tokens after a given prefix.
+
+    A *node* is a number that stands for one exact prefix: the salt and all tokens up to the end of a block. Numbers are
+    never used twice, so a key (node of the parent, the block's own tokens) names a prefix exactly: dictionaries compare
+    keys in full, and a hash collision costs time, never correctness. When a block is evicted, its node dies with it
+    and the blocks behind it can be found no more; they leave in their turn.
+    """
+
+    __slots__ = ("_by_key", "_next_node", "_roots", "_stride", "_undo", "keys", "nodes")
+
+    def __init__(self, num_blocks: int, block_size: int, undo: UndoLog, nodes: count[int]) -> None:
+        self._by_key: dict[Key, int] = {}
+        self._roots: dict[Salt, int] = {}
+        self._stride = 8 * block_size
+        self._next_node = nodes
+        self._undo = undo
+        self.keys: list[Key | None] = [None] * num_blocks  # of each block, None if its contents are not cached
+        self.nodes = [0] * num_blocks  # of each full block that a live sequence computed, or that is cached
+
+    def __len__(self) -> int:
+        """Cached blocks, owned or not."""
+        return len(self._by_key)
+
+    def root(self, salt: Salt) -> int:
+        """The node of the empty prefix under a salt: tenants with different salts share nothing. Amortised O(1)."""
+        node = self._roots.get(salt)
+        if node is None:
+            if len(self._roots) > 1024 + 2 * len(self.keys):  # forget the salts that no cached block is under
+                used = {parent for parent, _ in self._by_key}
+                self._roots = {s: n for s, n in self._roots.items() if n in used}
+            self._roots[salt] = node = next(self._next_node)
+        return node
+
+    def peek_root(self, salt: Salt) -> int:
+        """The node of the empty prefix under a salt, 0 if nothing can be cached under it. Changes nothing."""
+        return self._roots.get(salt, 0)
+
+    def chunks(self, data: bytes) -> tuple[bytes, ...]:
+        """Packed tokens cut into full blocks; a partial last block is left out."""
+        return _cutter(self._stride, len(data) // self._stride).unpack_from(data)
+
+    def match(self, node: int, chunks: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix. O(its length)."""
+        get, nodes = self._by_key.get, self.nodes
+        blocks: list[int] = []
+        for chunk in chunks:
+            block = get((node, chunk))
+            if block is None:
+                break
+            blocks.append(block)
+            node = nodes[block]
+        return blocks
+
+    def insert(self, parent: int, chunks: tuple[bytes, ...], blocks: list[int]) -> None:
+        """Cache computed full blocks that follow the prefix `parent`.
+
+        Where a block with the same contents is cached already, that one stays and ours is not cached, only given the
+        same node, so that what follows it can be.
+        """
+        get, keys, nodes = self._by_key.get, self.keys, self.nodes
+        self._undo.append((self._set_nodes, (blocks, [nodes[b] for b in blocks])))
+        start = 0
+        for chunk in chunks:
+            known = get((parent, chunk))
+            if known is None:
+                break
+            nodes[blocks[start]] = parent = nodes[known]
+            start += 1
+        fresh = blocks[start:]
+        if not fresh:
+            return
+        # Nothing can be cached behind a node that is new, so the rest goes in without looking.
+        numbers = [next(self._next_node) for _ in fresh]
+        new = list(zip([parent, *numbers], chunks[start:], strict=False))
+        self._undo.append((self._forget, (fresh,)))
+        for b, key, node in zip(fresh, new, numbers, strict=True):
+            keys[b] = key
+            nodes[b] = node
+        self._by_key.update(zip(new, fresh, strict=True))
+
+    def insert_one(self, parent: int, chunk: bytes, block: int) -> None:
+        """`insert` of a single block."""
+        key = (parent, chunk)
+        known = self._by_key.get(key)
+        self._undo.append((self._set_nodes, ([block], [self.nodes[block]])))
+        if known is not None:
+            self.nodes[block] = self.nodes[known]
+            return
+        self._undo.append((self._forget, ([block],)))
+        self.nodes[block] = next(self._next_node)
+        self.keys[block] = key
+        self._by_key[key] = block
+
+    def _set_nodes(self, blocks: list[int], nodes: list[int]) -> None:
+        for b, node in zip(blocks, nodes, strict=True):
+            self.nodes[b] = node
+
+    def _forget(self, blocks: list[int]) -> None:
+        for b in blocks:
+            key = self.keys[b]
+            if key is not None:
+                self._by_key.pop(key, None)
+                self.keys[b] = None
+
+    def remove(self, blocks: list[int]) -> None:
+        """Stop caching blocks that are cached: they are evicted, or about to be written."""
+        keys, by_key = self.keys, self._by_key
+        removed = [keys[b] for b in blocks]
+        self._undo.append((self._reinsert, (blocks, removed)))
+        for b, key in zip(blocks, removed, strict=True):
+            del by_key[key]  # type: ignore[arg-type]
+            keys[b] = None
+
+    def _reinsert(self, blocks: list[int], removed: list[Key | None]) -> None:
+        for b, key in zip(blocks, removed, strict=True):
+            if key is not None:
+                self._by_key[key] = b
+                self.keys[b] = key
+
+    def items(self) -> Iterable[tuple[Key, int]]:
+        """Every key with its block, for audits."""
+        return self._by_key.items()
+
+
+_CUTTERS: dict[tuple[int, int], struct.Struct] = {}
+
+
+def _cutter(stride: int, num: int) -> struct.Struct:
+    """Cuts bytes into `num` pieces of `stride`, in C."""
+    cutter = _CUTTERS.get((stride, num))
+    if cutter is None:
+        if len(_CUTTERS) >= 1024:
+            _CUTTERS.clear()
+        cutter = _CUTTERS[stride, num] = struct.Struct(f"{stride}s" * num)
+    return cutter

@@ -1,0 +1,240 @@
+"""What the allocator hands out: steps and plans, with everything in buffers that torch, ctypes or C take without a
+copy.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+from typing import TYPE_CHECKING, TypeAlias
+
+from pagedkern.allocator.sequence import Sequence
+
+if TYPE_CHECKING:
+    from pagedkern.allocator.cohort import Cohort
+
+Move: TypeAlias = "tuple[str, array[int], array[int]]"
+"""(kind, src, dst): kind "copy", "swap_out" (device to host) or "swap_in"; src and dst are int64 block ids."""
+
+
+class Verdict(enum.Enum):
+    """Whether a prompt can be admitted."""
+
+    OK = "ok"  # now
+    LATER = "later"  # when enough blocks have been freed
+    NEVER = "never"  # it is larger than the pool
+
+
+class Phase(enum.Enum):
+    IN_FLIGHT = "in flight"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class Copies:
+    """Block copies on the device: all sources are read before any destination is written, no destination occurs
+    twice.
+    """
+
+    __slots__ = ("dst", "src")
+
+    def __init__(self, src: array[int], dst: array[int]) -> None:
+        self.src = src  # int64
+        self.dst = dst  # int64
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self.src, self.dst, strict=True)
+
+    def __repr__(self) -> str:
+        return f"Copies({list(self)})"
+
+
+NO_COPIES = Copies(array("q"), array("q"))
+
+
+class Row:
+    """What one step in flight does for one sequence: it computes tokens `start .. end-1`."""
+
+    __slots__ = ("base", "cows", "end", "num_blocks", "seq", "start")
+
+    def __init__(self, seq: Sequence, start: int, end: int, base: int, num_blocks: int) -> None:
+        self.seq = seq
+        self.start = start
+        self.end = end
+        self.base = base  # the sequence's length if the step is aborted
+        self.num_blocks = num_blocks  # its table's length then
+        self.cows: list[tuple[int, int, int]] = []  # (index in the table, block before, block now)
+
+    def restore(self, start: int, end: int, base: int) -> None:
+        """Undo a `clamp`."""
+        self.start, self.end, self.base = start, end, base
+
+    def clamp(self, length: int) -> None:
+        """The sequence is cut to `length` tokens while the step is in flight."""
+        self.start, self.end, self.base = min(self.start, length), min(self.end, length), min(self.base, length)
+
+
+class Plan:
+    """Block moves to carry out, in the order of `moves`, before `commit`.
+
+    Within one move all sources are read before any destination is written, and no destination occurs twice. Until the
+    commit (or `abort`), blocks that the plan reads or writes are not handed out to anybody else.
+    """
+
+    __slots__ = ("_held", "_owner", "_phase", "_rows", "id", "moves", "seqs")
+
+    def __init__(self, owner: object, ident: int, seqs: List[Sequence], moves: tuple[Move, ...] = ()) -> None:
+        self._owner = owner
+        self._phase = Phase.IN_FLIGHT
+        self._rows: list[Row] | None = []  # None: the cohort that made the step accounts for it
+        self._held: list[int] = []  # device blocks fenced for it
+        self.id = ident  # counts steps and plans of one allocator
+        self.seqs = seqs  # the sequences, in the order of the rows
+        self.moves = moves
+
+    @property
+    def state(self) -> str:
+        """ "in flight", "committed" or "aborted"."""
+        return self._phase.value
+
+    def _saved(self) -> tuple[Phase, int]:
+        return self._phase, len(self._held)
+
+    def _restore(self, phase: Phase, num_held: int) -> None:
+        self._phase = phase
+        del self._held[num_held:]
+
+
+class Step(Plan):
+    """One forward pass over a batch. S sequences (rows), T new tokens, W columns of the block table.
+
+    Buffers stay valid as long as the step is referenced, and what the step reads in them never changes: when the next
+    step of the same batch writes into the same block table, it fills entries behind this step's `seq_lens` only.
+    """
+
+    __slots__ = (
+        "_cohort",
+        "_fills",
+        "_slot_source",
+        "_slots",
+        "base",
+        "block_table",
+        "changed_rows",
+        "copies",
+        "cu_seqlens_q",
+        "max_seqlen_q",
+        "num_tokens",
+        "seq_lens",
+    )
+
+    block_table: memoryview  # int32 [S, W], rows contiguous; -1 where a row has no block
+    seq_lens: array[int]  # int32 [S]: tokens in the cache once the step has run
+    cu_seqlens_q: array[int]  # int32 [S+1]: row i computes tokens cu[i] .. cu[i+1]-1 of this step
+    max_seqlen_q: int  # most tokens that one row computes
+    num_tokens: int  # T
+    copies: Copies  # blocks to copy first; also in `moves`
+    changed_rows: List[int]  # rows of block_table that differ from that of step number `base`
+    base: int | None  # None: no earlier table to compare with, all rows are listed
+
+    def __init__(self, owner: object, ident: int, seqs: List[Sequence]) -> None:
+        self._owner = owner
+        self._phase = Phase.IN_FLIGHT
+        self._held = []
+        self._rows = None
+        self._cohort: Cohort | None = None
+        self._fills: list[tuple[Sequence, int, int, bytes]] | None = None
+        self._slots: array[int] | None = None
+        self._slot_source: list[tuple[array[int], int, int, int]] | None = None
+        self.id = ident
+        self.seqs = seqs
+        self.moves = ()
+        self.copies = NO_COPIES
+
+    @property
+    def slot_mapping(self) -> array[int]:
+        """int64 [T]: where each new token's K and V go, `block*B + offset`.
+
+        -1 = write nothing: the last token of a prompt that was cached whole; its K and V are in the cache already,
+        only its query is to be computed. Made on first use for prompts. O(T).
+        """
+        if self._slots is None:
+            slots = array("q")
+            for blocks, size, start, end in self._slot_source or ():
+                append_slots(slots, blocks, size, start, end)
+            self._slots, self._slot_source = slots, None
+        return self._slots
+
+    @property
+    def num_seqs(self) -> int:
+        """S, the rows of the block table."""
+        return len(self.seqs)
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one row of `block_table` to the next: W."""
+        return self.block_table.shape[1] if self.seqs else 0  # type: ignore[index]
+
+    def __repr__(self) -> str:
+        return f"<Step {self.id} {self.state}: {self.num_seqs} sequences, {self.num_tokens} tokens, {self.copies}>"
+
+
+def append_slots(slots: array[int], blocks: array[int], size: int, start: int, end: int) -> None:
+    """Append the slots of positions `start .. end-1` of a table; positions before the first of its blocks give -1.
+
+    `blocks` are the table's entries from the one of position `end-1` back to the first written. O(end - start).
+    """
+    first = -(-end // size) - len(blocks)  # index in the table of blocks[0]
+    skipped = min(end, max(start, first * size)) - start
+    slots.extend([-1] * skipped)
+    position = start + skipped
+    while position < end:
+        block, offset = blocks[position // size - first], position % size
+        run = min(size - offset, end - position)
+        slots.extend(range(block * size + offset, block * size + offset + run))
+        position += run
+
+
+class Table:
+    """A block table under construction. Its buffer is shared by the steps of one batch."""
+
+    __slots__ = ("entries", "seqs", "step", "view", "width")
+
+    def __init__(self, entries: array[int], seqs: List[Sequence], width: int) -> None:
+        self.entries = entries  # int32 [S * W]
+        self.seqs = seqs
+        self.width = width
+        self.step = 0  # number of the last step that used it
+        flat = memoryview(entries)
+        # A memoryview has no shape with a zero in it: an empty batch keeps a flat, empty buffer.
+        self.view = flat.cast("B").cast("i", (len(seqs), width)) if seqs else flat
+
+
+def make_table(
+    seqs: List[Sequence], last: Table | None = None, headroom: int = 0
+) -> tuple[Table, list[int], int | None]:
+    """The table of a batch, the rows that differ from the last one, and the step that used that.
+
+    `headroom`, a power of two, rounds the width up and marks the table as one that later tables are compared with.
+    O(rows) when the batch keeps its size, plus O(blocks) for each row that changed.
+    """
+    need = max((len(s._blocks) for s in seqs), default=0)
+    if last is not None and seqs and len(last.seqs) == len(seqs) and need <= last.width:
+        width, entries, base = last.width, last.entries[:], last.step
+        changed = [i for i, (s, old) in enumerate(zip(seqs, last.seqs, strict=True)) if s is not old or s._dirty]
+    else:
+        width, base = max(1, (need + headroom) & -headroom if headroom else need), None
+        entries = array("i", [-1]) * (len(seqs) * width)
+        changed = list(range(len(seqs)))
+    for i in changed:
+        blocks = seqs[i]._blocks
+        pad = width - len(blocks) if base is not None else 0
+        entries[i * width : i * width + len(blocks) + pad] = blocks + array("i", [-1]) * pad
+    if headroom:
+        for i in changed:
+            seqs[i]._dirty = False
+    return Table(entries, seqs, width), changed, base

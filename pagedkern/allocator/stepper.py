@@ -1,0 +1,190 @@
+"""Making, committing and aborting steps: the general path, for any batch."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import accumulate
+
+from pagedkern.allocator.cohort import Cohort
+from pagedkern.allocator.core import Core
+from pagedkern.allocator.sequence import Sequence, State
+from pagedkern.allocator.step import Copies, Phase, Plan, Row, Step, append_slots, make_table
+from pagedkern.errors import InvalidArgument
+
+HEADROOM = 8
+"""The table of a decode batch is this many columns wide, or a multiple: wider than it needs to be, so that it can
+grow.
+"""
+
+
+def make_step(core: Core, seqs: list[Sequence], ends: list[int], *, lookahead: int = 0, growing: bool) -> Step:
+    """The step that computes, for each sequence, the tokens from where it has been scheduled to up to `ends`.
+
+    All sequences have been checked and are `own`ed. `growing`: the tokens are new (`append`), else they are the
+    prompt's. Blocks are taken first, all at once; if that fails nothing has changed. O(tokens + blocks touched).
+    """
+    rows = [Row(s, s._scheduled, end, s._length, len(s._blocks)) for s, end in zip(seqs, ends, strict=True)]
+    replaced, rewritten, num_new = _plan(core, rows, lookahead)
+    fresh = iter(core.pool.take(len(replaced) + num_new))
+    step = Step(core.owner, core.next_plan(), seqs)
+    step._rows = rows
+
+    if rewritten:
+        core.prefix.remove(rewritten)
+    if replaced:
+        _copy_on_write(core, step, replaced, fresh)
+    size = core.block_size
+    for row in rows:
+        seq = row.seq
+        missing = -(-(row.end + lookahead) // size) - len(seq._blocks)
+        if missing > 0:
+            seq._blocks.extend([next(fresh) for _ in range(missing)])
+            seq._dirty = True
+        written_to = -(-row.end // size)
+        if written_to >= seq._private:
+            seq._private = min(seq._private, max(row.start, seq._present) // size)
+        seq._scheduled = row.end
+        if growing:
+            seq._length = row.end
+        seq._pending += (step,)
+    _describe(core, step, growing)
+    core.launch(step)
+    return step
+
+
+def _plan(core: Core, rows: list[Row], lookahead: int) -> tuple[list[tuple[Row, int, bool]], list[int], int]:
+    """What has to happen before the rows can be written, without changing anything.
+
+    Returns the blocks to replace because somebody else owns them too, as (row, index in its table, whether its contents
+    are needed); the cached blocks that their only owner is going to overwrite; and how many blocks the tables grow by.
+    """
+    size, refs, keys = core.block_size, core.pool.refs, core.prefix.keys
+    given_up: dict[int, int] = {}  # owners that a block loses to this very step: the last one need not copy
+    replaced: list[tuple[Row, int, bool]] = []
+    rewritten: list[int] = []
+    num_new = 0
+    for row in rows:
+        seq, blocks = row.seq, row.seq._blocks
+        num_new += max(0, -(-(row.end + lookahead) // size) - len(blocks))
+        start = max(row.start, seq._present)
+        for index in range(start // size, min(-(-row.end // size), seq._private)):
+            b = blocks[index]
+            if refs[b] - given_up.get(b, 0) > 1:
+                given_up[b] = given_up.get(b, 0) + 1
+                replaced.append((row, index, index * size < start))
+            elif keys[b] is not None:
+                rewritten.append(b)
+    return replaced, rewritten, num_new
+
+
+def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, bool]], fresh: object) -> None:
+    """Give each writer its own block. The old one is fenced: the copy reads it when the step runs."""
+    src, dst = array("q"), array("q")
+    for row, index, needed in replaced:
+        seq = row.seq
+        old, new = seq._blocks[index], next(fresh)  # type: ignore[call-overload]
+        if not row.cows:
+            seq._blocks = seq._blocks[:]
+        seq._blocks[index] = new
+        seq._dirty = True
+        row.cows.append((index, old, new))
+        core.fence(step, [old])
+        core.pool.release([old], seq._priority)
+        if needed:
+            src.append(old)
+            dst.append(new)
+    if src:
+        step.copies = Copies(src, dst)
+        step.moves = (("copy", src, dst),)
+
+
+def _describe(core: Core, step: Step, growing: bool) -> None:
+    """Fill in the buffers of a step whose rows are done."""
+    rows, size = step._rows or [], core.block_size
+    counts = [row.end - row.start for row in rows]
+    step.seq_lens = array("i", [row.end for row in rows])
+    step.cu_seqlens_q = array("i", accumulate(counts, initial=0))
+    step.num_tokens = step.cu_seqlens_q[-1]
+    step.max_seqlen_q = max(counts, default=0)
+    table, step.changed_rows, step.base = make_table(step.seqs, core.table if growing else None, HEADROOM * growing)
+    table.step = step.id
+    step.block_table = table.view
+    if growing:
+        core.undo.append((setattr, (core, "table", core.table)))
+        core.table = table
+    sources = []
+    for row in rows:
+        first = max(row.start, row.seq._present) // size
+        sources.append((row.seq._blocks[first : -(-row.end // size)], size, row.start, row.end))
+    if step.max_seqlen_q > 1:
+        step._slot_source = sources
+        return
+    step._slots = array("q")
+    for source in sources:
+        append_slots(step._slots, *source)
+    if growing and not core.in_transaction:
+        Cohort.start(core, step, table)
+
+
+def commit(core: Core, plan: Plan) -> None:
+    """The plan has run: what its rows computed counts from now on, and full blocks enter the prefix cache."""
+    rows = live_rows(plan)
+    for row in rows:
+        if row.seq._pending[0] is not plan:
+            raise InvalidArgument(
+                f"plan: {plan.id} comes after {row.seq._pending[0].id} for sequence {row.seq.id}, commit that first"
+            )
+    _save(core, plan, rows)
+    for row in rows:
+        seq = row.seq
+        seq._pending = seq._pending[1:]
+        seq._computed = max(seq._computed, row.end)
+        if seq._state is State.LIVE:
+            core.cache(seq)
+    plan._phase = Phase.COMMITTED
+    core.land(plan)
+
+
+def abort(core: Core, step: Step) -> None:
+    """The step will not run: its tokens are gone, what it copied on write is shared again, its new blocks are free."""
+    rows = live_rows(step)
+    for row in rows:
+        if row.seq._pending[-1] is not step:
+            raise InvalidArgument(
+                f"step: {row.seq._pending[-1].id} comes after {step.id} for sequence {row.seq.id}, abort that first"
+            )
+    _save(core, step, rows)
+    for row in rows:
+        seq = row.seq
+        seq._pending = seq._pending[:-1]
+        blocks = seq._blocks[: row.num_blocks]
+        surplus = seq._blocks[row.num_blocks :].tolist()
+        for index, old, new in row.cows:
+            if index < len(blocks) and blocks[index] == new:
+                blocks[index] = old
+                surplus.append(new)
+                core.pool.retain([old])
+                seq._private = max(seq._private, index + 1)
+        seq._blocks, seq._dirty = blocks, True
+        seq._length = min(seq._length, row.base)
+        seq._scheduled = min(seq._scheduled, row.start)
+        seq._tokens = seq._tokens[: seq._length]
+        seq._private = min(seq._private, len(blocks))
+        core.pool.release(surplus, seq._priority)
+    step._phase = Phase.ABORTED
+    core.land(step)
+
+
+def live_rows(plan: Plan) -> list[Row]:
+    """The rows of the sequences that still exist."""
+    return [row for row in plan._rows or () if row.seq._state is not State.FREED]
+
+
+def _save(core: Core, plan: Plan, rows: list[Row]) -> None:
+    """Make the changes to come undoable. Sequences whose cohort has ended leave it first; active cohorts go on."""
+    core.undo.append((plan._restore, plan._saved()))
+    for row in rows:
+        seq = row.seq
+        if seq._cohort is not None and not seq._cohort.active:
+            seq._sync()
+        core.undo.append((seq._restore, seq._saved()))
