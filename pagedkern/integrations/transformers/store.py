@@ -1,0 +1,257 @@
+"""What both caches of this integration share: one allocator and one KVCache for all layers, one step a forward pass."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from pagedkern import BlockAllocator, KVCache, Step, paged_attention, write_kv
+from pagedkern.errors import InvalidArgument, Unsupported
+from pagedkern.integrations.transformers.attention import NAME, Scores, mark
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class Forward:
+    """A forward pass through the model, from its first layer's attention to its last one's: one step of the allocator.
+
+    S sequences, T tokens, W columns of the block table.
+    """
+
+    def __init__(self, shape: tuple[int, int], step: Step, tokens: Tensor | None) -> None:
+        self.shape = shape  # batch, Q
+        self.step = step
+        self.tokens = tokens  # int64 [T], where the step's tokens are in the flattened batch; None: it has no padding
+        self.done: set[int] = set()  # layers that have run
+
+    def upload(self, device: torch.device) -> None:
+        """Put what the kernels read on their device; on a CPU the tensors are the step's own buffers."""
+        step = self.step
+        table = torch.frombuffer(step.block_table, dtype=torch.int32).view(step.num_seqs, -1)
+        self.block_table = table.to(device)  # int32 [S, W]
+        self.seq_lens = torch.frombuffer(step.seq_lens, dtype=torch.int32).to(device)  # [S]
+        self.cu_seqlens_q = torch.frombuffer(step.cu_seqlens_q, dtype=torch.int32).to(device)  # [S+1]
+        self.slot_mapping = torch.frombuffer(step.slot_mapping, dtype=torch.int64).to(device)  # [T]
+        self.tokens = None if self.tokens is None else self.tokens.to(device)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[batch, heads, Q, D] -> [T, heads, D]. Without padding a view, if the heads were split off a projection."""
+        rows = x.transpose(1, 2).flatten(0, 1)
+        return rows if self.tokens is None else rows.index_select(0, self.tokens)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """[T, heads, D] -> [batch, Q, heads, D], zeros for padding."""
+        batch, length = self.shape
+        if self.tokens is not None:
+            x = x.new_zeros(batch * length, *x.shape[1:]).index_copy_(0, self.tokens, x)
+        return x.view(batch, length, *x.shape[1:])
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer as transformers sees it. All state is in the store."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False  # sliding layers keep what is behind their window, as `crop` may bring it back into view
+    supports_early_init = False
+
+    def __init__(self, store: PagedStore, index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.store = store
+        self.index = index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the store makes its memory for all layers at once."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The given K and V. They are stored by the attention function, which knows what is padding."""
+        self.store.announce(self.index)
+        return mark(key_states, self), value_states
+
+    def arrive(self) -> None:
+        """Its attention function has been called."""
+        self.store.arrive(self.index)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores) -> Tensor:
+        """Write K and V and compute the attention of the layer, shapes as in the attention function."""
+        return self.store.attend(self.index, query, key, value, visible, scores)
+
+    def get_seq_length(self) -> int:
+        return self.store.num_columns
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """(columns of the mask, 0); transformers 5.0 passes the positions of the queries, later ones their number."""
+        new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return self.store.num_columns + new, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:  # its name in transformers 5.0
+        return -1
+
+
+class PagedStore(Cache):
+    """Base of the caches: subclasses say which step a forward pass is.
+
+    The memory is made at the first forward pass, with the heads, head_dim, dtype and device that the model then shows.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+        layout: str = "HND",
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+    ) -> None:
+        super().__init__(layers=[PagedLayer(self, i) for i in range(num_layers(config))])
+        self.allocator = BlockAllocator(num_blocks, block_size, prefix_caching=False)
+        self.kv: KVCache | None = None
+        self.backend = backend
+        self._dtype = dtype
+        self._layout = layout
+        self._k_scale, self._v_scale = k_scale, v_scale
+        self._forward: Forward | None = None
+        self._announced: int | None = None  # the layer whose attention has to come next
+
+    @property
+    def num_columns(self) -> int:
+        """Tokens of the batch that transformers has seen, padding included."""
+        return 0
+
+    @abstractmethod
+    def _begin(self, batch: int, length: int, visible: Tensor | None) -> Forward:
+        """The step of a forward pass of `batch` rows and `length` tokens each."""
+
+    def _end(self) -> None:
+        """The forward pass has run through all layers and its step is committed."""
+
+    def announce(self, index: int) -> None:
+        """A layer has new K and V; its attention has to come next."""
+        before, self._announced = self._announced, index
+        if before is not None:
+            self._announced = None
+            raise InvalidArgument(
+                f"attn_implementation: the attention of layer {before} did not run through pagedkern, accepted is "
+                f"{NAME!r}: model.set_attn_implementation({NAME!r})"
+            )
+
+    def arrive(self, index: int) -> None:
+        """The attention of a layer has come."""
+        announced, self._announced = self._announced, None
+        if announced != index:
+            raise Unsupported(
+                f"layer {index}: its K and V are used by another layer, accepted are layers with their own"
+            )
+
+    def attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores
+    ) -> Tensor:
+        """Write K and V of one layer and attend; shapes as in the attention function. Begins and ends the step."""
+        shape = (query.shape[0], query.shape[2])
+        try:
+            kv = self._memory(key, value)
+            if self._forward is None or index in self._forward.done:
+                self.roll_back()
+                self._forward = self._begin(*shape, visible)
+                self._forward.upload(query.device)
+                kv.apply(self._forward.step)
+            forward = self._forward
+            if forward.shape != shape:
+                raise InvalidArgument(
+                    f"query: layer {index} got [batch, tokens] = {shape}, layers before {forward.shape}"
+                )
+            out = self._run(kv.layer(index), forward, query, key, value, scores)
+        except BaseException:
+            self.roll_back()
+            raise
+        forward.done.add(index)
+        if len(forward.done) == len(self.layers):
+            self._forward = None
+            self.allocator.commit(forward.step)
+            self._end()
+        return forward.unpack(out)
+
+    def _run(
+        self, caches: tuple[Tensor, Tensor], forward: Forward, query: Tensor, key: Tensor, value: Tensor, scores: Scores
+    ) -> Tensor:
+        """One layer: [T, heads, head_dim_v]."""
+        k_cache, v_cache = caches
+        write_kv(
+            forward.pack(key),
+            forward.pack(value),
+            k_cache,
+            v_cache,
+            forward.slot_mapping,
+            backend=self.backend,
+            k_scale=self._k_scale,
+            v_scale=self._v_scale,
+        )
+        return paged_attention(
+            forward.pack(query),
+            k_cache,
+            v_cache,
+            forward.block_table,
+            forward.seq_lens,
+            cu_seqlens_q=forward.cu_seqlens_q,
+            max_seqlen_q=forward.step.max_seqlen_q,
+            backend=self.backend,
+            scale=scores.scale,
+            sliding_window=scores.sliding_window,
+            softcap=scores.softcap,
+            sinks=scores.sinks,
+            k_scale=self._k_scale,
+            v_scale=self._v_scale,
+        )
+
+    def _memory(self, key: Tensor, value: Tensor) -> KVCache:
+        if self.kv is None:
+            with torch.inference_mode(False):  # else it could be written in inference mode only
+                self.kv = KVCache(
+                    len(self.layers),
+                    self.allocator.num_blocks,
+                    self.allocator.block_size,
+                    key.shape[1],
+                    key.shape[3],
+                    dtype=key.dtype if self._dtype is None else self._dtype,
+                    device=key.device,
+                    layout=self._layout,
+                    head_dim_v=value.shape[3],
+                )
+        return self.kv
+
+    def roll_back(self) -> None:
+        """Undo a forward pass that did not reach its last layer, if there is one."""
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            self.allocator.abort(forward.step)
+
+
+def num_layers(config: Any) -> int:
+    """The decoder layers of a model, all of which must do attention that a paged cache can serve."""
+    text = config.get_text_config(decoder=True)
+    others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        raise Unsupported(f"config: got layers of type {sorted(others)}, accepted are {sorted(_LAYER_TYPES)}")
+    if getattr(text, "num_kv_shared_layers", 0) or getattr(text, "is_encoder_decoder", False):
+        raise Unsupported(
+            f"config: got {type(text).__name__} with layers that share or cross-attend K and V, accepted is a decoder "
+            "whose layers have their own"
+        )
+    return int(text.num_hidden_layers)
+
+
+def count(name: str, value: object) -> int:
+    """The value, if it is an integer >= 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidArgument(f"{name}: got {value!r}, accepted is an integer >= 1")
+    return value
