@@ -1,0 +1,102 @@
+"""The CPU backend: paged attention compiled by Numba for the processor at hand.
+
+`jit` compiles, `simd` and `memory` emit vectors and raw accesses, `convert` knows the dtypes, `micro` holds the inner
+loops, `plan` cuts a call into work, `kernels` does it, `pool` shares it among threads, `store` writes and copies,
+`launch` goes from tensors to all of that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import ClassVar
+
+from pagedkern.backends.base import ITEMSIZE, AttentionCall, Config, CopyCall, Probe, Problem, WriteCall
+from pagedkern.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class CpuConfig(Config):
+    """What pays to tune. Results for one value are the same to the bit whatever else changes."""
+
+    span: int = 1024  # tokens of one item of work where keys are split; a multiple of 64
+
+    def __post_init__(self) -> None:
+        if isinstance(self.span, bool) or not isinstance(self.span, int) or self.span < 64 or self.span % 64:
+            raise InvalidArgument(f"config.span: got {self.span!r}, accepted is a multiple of 64 that is at least 64")
+
+
+class CpuBackend:
+    """Compiled kernels for any CPU that Numba compiles for. Stateless; may be used from several threads."""
+
+    name: ClassVar[str] = "cpu"
+
+    def probe(self) -> Probe:
+        """Look for torch and Numba."""
+        for package in ("torch", "numba"):
+            if importlib.util.find_spec(package) is None:
+                return Probe(False, f"no module named {package!r}: pip install pagedkern[cpu]")
+        return Probe(True, "this CPU, compiled by Numba")
+
+    def supports(self, problem: Problem) -> str | None:
+        """Everything on the device "cpu"."""
+        if problem.device != "cpu":
+            return f"the tensors are on {problem.device!r}; this backend computes on 'cpu'"
+        if problem.op == "copy_blocks":
+            return None
+        if problem.q_dtype not in ("float32", "float16", "bfloat16"):
+            return f"q is {problem.q_dtype}; this backend computes float32, float16 and bfloat16"
+        if problem.kv_dtype not in ITEMSIZE:
+            return f"the caches are {problem.kv_dtype}; this backend reads {', '.join(ITEMSIZE)}"
+        return None
+
+    def configs(self, problem: Problem) -> Iterable[CpuConfig]:
+        """Spans that cut the longest context into more than one piece, and the default."""
+        spans = [span for span in (256, 512, 1024, 2048, 4096) if span <= max(1024, problem.max_seqlen_k)]
+        return [CpuConfig(span) for span in spans]
+
+    def default_config(self, problem: Problem) -> CpuConfig:
+        """The same for every problem: results then do not depend on the batch."""
+        return CpuConfig()
+
+    def make_config(self, fields_: Mapping[str, object]) -> CpuConfig:
+        """The config with these fields."""
+        accepted = [f.name for f in fields(CpuConfig)]
+        for name in fields_:
+            if name not in accepted:
+                raise InvalidArgument(f"config: got an unknown field {name!r}, accepted are {', '.join(accepted)}")
+        return CpuConfig(**fields_)  # type: ignore[arg-type]
+
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        """Compute section 4 into `call.out` and `call.lse`.
+
+        Raises:
+            BlockIndexError: a length or a used entry of the block table is out of range; `out` is then undefined.
+        """
+        if not isinstance(config, CpuConfig):
+            raise InvalidArgument(f"config: got {type(config).__name__}, accepted is CpuConfig")
+        _launch().attention(call, config.span)
+
+    def write_kv(self, call: WriteCall) -> None:
+        """Scatter K and V into their slots.
+
+        Raises:
+            BlockIndexError: a slot is out of range; nothing was written.
+        """
+        _launch().write_kv(call)
+
+    def copy_blocks(self, call: CopyCall) -> None:
+        """Copy blocks in every cache.
+
+        Raises:
+            BlockIndexError: a block id is out of range; nothing was copied.
+        """
+        _launch().copy_blocks(call)
+
+
+def _launch() -> ModuleType:
+    from pagedkern.backends.cpu import launch  # imports torch and Numba: only when something is computed
+
+    return launch

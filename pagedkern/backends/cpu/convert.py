@@ -1,0 +1,232 @@
+"""Numbers of every cache dtype to and from float32 vectors, in registers.
+
+`widen` reads elements in their natural order. `widen_cache` reads one chunk of a cache row in *kernel order*: the order
+that costs least. It differs for bfloat16, where a vector of 32-bit words holds two elements each, and a shift gives the
+even ones, a mask the odd ones. The query is brought into kernel order once, the result out of it once.
+
+float8_e4m3fn becomes float16 bits by moving exponent and mantissa into place, which leaves the value 256 times too
+small (the exponent biases are 7 and 15); `UNIT` holds that factor, for a scale that is applied anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+from numba.core.types import float32, int64, void
+
+from pagedkern.backends.base import ITEMSIZE
+from pagedkern.backends.cpu import simd
+from pagedkern.backends.cpu.jit import LITERAL, TARGET, TargetKey, emitter
+from pagedkern.backends.cpu.simd import F16, F32, I8, I16, I32, Builder, Value, const
+
+UNIT = {"float8_e4m3fn": 256.0}
+CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5}
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+
+
+def units(key: TargetKey) -> int:
+    """Vectors of float32 in one chunk of a cache row."""
+    return 2 if key.kv_dtype == "bfloat16" else 1
+
+
+def chunk(key: TargetKey) -> int:
+    """Elements in one chunk of a cache row."""
+    return units(key) * key.lanes
+
+
+def widen(b: Builder, key: TargetKey, dtype: str, address: Value, count: Value | None = None) -> Value:
+    """`lanes` elements as float32 in natural order, those from `count` on as zero; e4m3 is short of `UNIT`."""
+    n = key.lanes
+    i32, f32 = ir.VectorType(I32, n), ir.VectorType(F32, n)
+    if dtype == "float32":
+        return simd.load(b, f32, address, count)
+    if dtype in ("float16", "bfloat16"):
+        x = simd.load(b, ir.VectorType(I16, n), address, count)
+        if dtype == "bfloat16":
+            return b.bitcast(b.shl(b.zext(x, i32), const(i32, 16)), f32)
+        return half_to_float(b, key, x)
+    x = simd.load(b, ir.VectorType(I8, n), address, count)
+    if dtype == "int8":
+        return b.sitofp(b.sext(x, i32), f32)
+    i16 = ir.VectorType(I16, n)
+    if dtype == "float8_e5m2":  # the upper byte of a float16
+        return half_to_float(b, key, b.shl(b.zext(x, i16), const(i16, 8)))
+    h = b.and_(b.shl(b.sext(x, i16), const(i16, 7)), const(i16, 0xBFFF))
+    is_nan = b.icmp_unsigned("==", b.and_(h, const(i16, 0x3FFF)), const(i16, 0x3F80))
+    return half_to_float(b, key, b.select(is_nan, const(i16, 0x7E00), h))
+
+
+def widen_cache(b: Builder, key: TargetKey, address: Value, count: Value | None = None) -> list[Value]:
+    """One chunk of a cache row in kernel order, as `units(key)` vectors of float32."""
+    if key.kv_dtype != "bfloat16":
+        return [widen(b, key, key.kv_dtype, address, count)]
+    i32, f32 = ir.VectorType(I32, key.lanes), ir.VectorType(F32, key.lanes)
+    x = b.bitcast(simd.load(b, ir.VectorType(I16, 2 * key.lanes), address, count), i32)
+    even = b.shl(x, const(i32, 16))
+    odd = b.and_(x, const(i32, 0xFFFF0000))
+    return [b.bitcast(even, f32), b.bitcast(odd, f32)]
+
+
+def half_to_float(b: Builder, key: TargetKey, x: Value) -> Value:
+    """float16 bits to float32, exactly; by integer arithmetic where the processor has no conversion."""
+    n = x.type.count
+    i32, f32 = ir.VectorType(I32, n), ir.VectorType(F32, n)
+    if key.half:
+        return b.fpext(b.bitcast(x, ir.VectorType(F16, n)), f32)
+    x = b.zext(x, i32)
+    sign = b.shl(b.and_(x, const(i32, 0x8000)), const(i32, 16))
+    size = b.and_(x, const(i32, 0x7FFF))
+    normal = b.add(b.shl(size, const(i32, 13)), const(i32, 112 << 23))
+    tiny = b.bitcast(b.fmul(b.sitofp(size, f32), const(f32, 2.0**-24)), i32)  # exponent 0: mantissa * 2**-24
+    bits = b.select(b.icmp_unsigned("<", size, const(i32, 0x400)), tiny, normal)
+    special = b.icmp_unsigned(">=", size, const(i32, 0x7C00))
+    quiet = b.select(b.icmp_unsigned(">", size, const(i32, 0x7C00)), const(i32, 1 << 22), const(i32, 0))
+    bits = b.select(special, b.or_(b.add(bits, const(i32, 112 << 23)), quiet), bits)
+    return b.bitcast(b.or_(bits, sign), f32)
+
+
+def narrow(b: Builder, key: TargetKey, dtype: str, x: Value) -> Value:
+    """float32 to the bits of dtype, to nearest even. float8 and int8 saturate; NaN stays NaN, in int8 it becomes 0."""
+    n = x.type.count
+    i32 = ir.VectorType(I32, n)
+    if dtype == "float32":
+        return x
+    if dtype == "bfloat16":
+        bits = b.bitcast(x, i32)
+        even = b.and_(b.lshr(bits, const(i32, 16)), const(i32, 1))
+        rounded = b.add(bits, b.add(even, const(i32, 0x7FFF)))
+        nan = b.or_(bits, const(i32, 1 << 22))
+        bits = b.select(b.fcmp_unordered("uno", x, x), nan, rounded)
+        return b.trunc(b.lshr(bits, const(i32, 16)), ir.VectorType(I16, n))
+    if dtype == "int8":
+        return _narrow_int8(b, x)
+    if dtype == "float16":
+        if key.half:
+            return b.bitcast(b.fptrunc(x, ir.VectorType(F16, n)), ir.VectorType(I16, n))
+        return b.trunc(_narrow_float(b, x, 5, 10, 0x7C00), ir.VectorType(I16, n))
+    exponent, mantissa, nan_bits = (4, 3, 0x7F) if dtype == "float8_e4m3fn" else (5, 2, 0x7F)
+    top = const(x.type, LARGEST[dtype])
+    size = simd.call(b, f"llvm.fabs.{simd.suffix(x.type)}", x.type, x)
+    size = b.select(b.fcmp_ordered(">", size, top), top, size)
+    x = simd.call(b, f"llvm.copysign.{simd.suffix(x.type)}", x.type, size, x)
+    return b.trunc(_narrow_float(b, x, exponent, mantissa, nan_bits), ir.VectorType(I8, n))
+
+
+def _narrow_int8(b: Builder, x: Value) -> Value:
+    kind = x.type
+    x = b.select(b.fcmp_ordered(">", x, const(kind, 127.0)), const(kind, 127.0), x)
+    x = b.select(b.fcmp_ordered("<", x, const(kind, -128.0)), const(kind, -128.0), x)
+    x = b.select(b.fcmp_unordered("uno", x, x), const(kind, 0.0), x)
+    x = simd.call(b, f"llvm.rint.{simd.suffix(kind)}", kind, x)  # the default rounding mode: to nearest even
+    return b.trunc(b.fptosi(x, ir.VectorType(I32, kind.count)), ir.VectorType(I8, kind.count))
+
+
+def _narrow_float(b: Builder, x: Value, exponent: int, mantissa: int, nan_bits: int) -> Value:
+    """The bits of a small float format, in 32-bit lanes; what rounds past its top becomes infinity (float16 only).
+
+    Normal results: the exponent is rebiased, half of the last place (less one, plus the last bit kept) is added and
+    carries by itself. Subnormal ones: adding a power of two aligns the last place of the format with float32's.
+    """
+    i32 = ir.VectorType(I32, x.type.count)
+    bias = 2 ** (exponent - 1) - 1
+    dropped = 23 - mantissa
+    bits = b.bitcast(x, i32)
+    size = b.and_(bits, const(i32, 0x7FFFFFFF))
+    even = b.and_(b.lshr(size, const(i32, dropped)), const(i32, 1))
+    rounded = b.add(size, b.add(even, const(i32, (1 << (dropped - 1)) - 1)))
+    normal = b.lshr(b.sub(rounded, const(i32, (127 - bias) << 23)), const(i32, dropped))
+    anchor = 2.0 ** (1 - bias - mantissa + 23)
+    shifted = b.fadd(b.bitcast(size, x.type), const(x.type, anchor))
+    anchor_bits = (127 + 1 - bias - mantissa + 23) << 23
+    tiny = b.sub(b.bitcast(shifted, i32), const(i32, anchor_bits))
+    small = b.icmp_unsigned("<", size, const(i32, (128 - bias) << 23))  # below the smallest normal number
+    out = b.select(small, tiny, normal)
+    if exponent == 5 and mantissa == 10:
+        infinite = const(i32, 0x7C00)
+        out = b.select(b.icmp_unsigned(">", out, infinite), infinite, out)
+        nan_bits = 0x7E00
+    out = b.select(b.icmp_unsigned(">", size, const(i32, 0x7F800000)), const(i32, nan_bits), out)
+    sign = b.lshr(b.and_(bits, const(i32, 0x80000000)), const(i32, 31 - exponent - mantissa))
+    return b.or_(out, sign)
+
+
+# Rows: what kernels call ----------------------------------------------------------------------------------------------
+
+
+def _for_chunks(b: Builder, lanes: int, n: Value, body: Callable[[Value, Value | None], None]) -> None:
+    """`body(start, count)` for each group of lanes of a row of n elements; count is None for whole ones."""
+    whole = b.sdiv(n, simd.i64(lanes))
+
+    def full(i: Value, _: list[Value]) -> list[Value]:
+        body(b.mul(i, simd.i64(lanes)), None)
+        return []
+
+    simd.loop(b, whole, [], full)
+    start = b.mul(whole, simd.i64(lanes))
+    rest = b.sub(n, start)
+    with b.if_then(b.icmp_signed(">", rest, simd.i64(0))):
+        body(start, rest)
+
+
+@emitter(void, TARGET, LITERAL, int64, int64, int64)
+def widen_row(b: Builder, key: TargetKey, dtype: str, src: Value, dst: Value, n: Value) -> None:
+    """dst[:n] float32 = src[:n], natural order; whole vectors are written, zeros behind n."""
+
+    def body(start: Value, rest: Value | None) -> None:
+        x = widen(b, key, dtype, b.add(src, b.mul(start, simd.i64(ITEMSIZE[dtype]))), rest)
+        if dtype in UNIT:
+            x = b.fmul(x, const(x.type, UNIT[dtype]))
+        simd.store(b, x, b.add(dst, b.mul(start, simd.i64(4))))
+
+    _for_chunks(b, key.lanes, n, body)
+
+
+@emitter(void, TARGET, LITERAL, int64, int64, int64, float32)
+def narrow_row(b: Builder, key: TargetKey, dtype: str, src: Value, dst: Value, n: Value, factor: Value) -> None:
+    """dst[:n] of dtype = src[:n] float32 times factor."""
+    factor = simd.splat(b, factor, key.lanes)
+
+    def body(start: Value, rest: Value | None) -> None:
+        x = simd.load(b, ir.VectorType(F32, key.lanes), b.add(src, b.mul(start, simd.i64(4))), rest)
+        bits = narrow(b, key, dtype, b.fmul(x, factor))
+        simd.store(b, bits, b.add(dst, b.mul(start, simd.i64(ITEMSIZE[dtype]))), rest)
+
+    _for_chunks(b, key.lanes, n, body)
+
+
+@emitter(void, TARGET, LITERAL, int64, int64, int64, float32)
+def convert_row(b: Builder, key: TargetKey, dtype: str, src: Value, dst: Value, n: Value, scale: Value) -> None:
+    """dst[:n], of the cache's dtype, = src[:n] of dtype divided by scale."""
+    scale = simd.splat(b, scale, key.lanes)
+
+    def body(start: Value, rest: Value | None) -> None:
+        x = widen(b, key, dtype, b.add(src, b.mul(start, simd.i64(ITEMSIZE[dtype]))), rest)
+        bits = narrow(b, key, key.kv_dtype, b.fdiv(x, scale))
+        simd.store(b, bits, b.add(dst, b.mul(start, simd.i64(ITEMSIZE[key.kv_dtype]))), rest)
+
+    _for_chunks(b, key.lanes, n, body)
+
+
+@emitter(void, TARGET, int64, int64, LITERAL)
+def reorder_row(b: Builder, key: TargetKey, row: Value, chunks: Value, to_kernel: int) -> None:
+    """Bring a float32 row of whole chunks into kernel order, or out of it, in place."""
+    if units(key) == 1:
+        return
+    n = key.lanes
+    kind = ir.VectorType(F32, n)
+    if to_kernel:
+        orders: list[Sequence[int]] = [range(0, 2 * n, 2), range(1, 2 * n, 2)]
+    else:
+        woven = [i for k in range(n) for i in (k, k + n)]
+        orders = [woven[:n], woven[n:]]
+
+    def body(i: Value, _: list[Value]) -> list[Value]:
+        first = b.add(row, b.mul(i, simd.i64(8 * n)))
+        second = b.add(first, simd.i64(4 * n))
+        x, y = simd.load(b, kind, first), simd.load(b, kind, second)
+        simd.store(b, simd.pick(b, x, y, orders[0]), first)
+        simd.store(b, simd.pick(b, x, y, orders[1]), second)
+        return []
+
+    simd.loop(b, chunks, [], body)

@@ -1,0 +1,331 @@
+"""Attention over the block table: what one thread does with the items of work that it draws.
+
+Layout of a thread's scratch memory: `Scratch`. All sums are float32, in an order fixed by the sequence alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from pagedkern.backends.cpu.convert import narrow_row, reorder_row, widen_row
+from pagedkern.backends.cpu.jit import TargetValue, inlined, kernel
+from pagedkern.backends.cpu.memory import clear, copy, fetch_add, get_f32, get_i32, get_i64, put_f32, put_i64
+from pagedkern.backends.cpu.micro import (
+    TILE,
+    accumulate,
+    add_special,
+    axpy_row,
+    pack_row,
+    scores,
+    softcap_row,
+    softmax_row,
+)
+from pagedkern.backends.cpu.plan import (
+    C_BAD,
+    C_NEXT,
+    C_WORKERS,
+    G_COUNT,
+    G_DONE,
+    G_HEAD,
+    G_LENGTH,
+    G_PARTIAL,
+    G_POSITION,
+    G_SEQ,
+    G_SPANS,
+    G_TOKEN,
+    GROUP_SIZE,
+    I_GROUP,
+    I_INDEX,
+    I_SPAN,
+    ITEM_SIZE,
+    Args,
+    seen_from,
+    seen_to,
+)
+
+S_ROW = 4 * TILE  # bytes of one row of scores
+HEAD = 64  # bytes before O in a row of partial results: maximum and sum
+NOTHING = float("-inf")
+
+
+class Work(NamedTuple):
+    """The plan of a call, the memory of its threads, and where what lies in the scratch of one: offsets in bytes."""
+
+    groups: int
+    items: int
+    n_items: int
+    counters: int
+    partials: int
+    scratch: int
+    scratch_size: int  # bytes for each thread
+    chunk: int  # elements of one chunk of a cache row
+    lanes: int  # elements of one vector
+    item: int  # bytes of one element of a cache
+    q_row: int  # bytes of a row of Q, whole chunks
+    o_row: int  # bytes of a row of O, whole chunks
+    at_o: int  # float32 [rows, padded E]
+    at_s: int  # float32 [rows, TILE]
+    at_m: int  # float32 [rows]: running maximum
+    at_l: int  # float32 [rows]: running sum
+    at_alpha: int  # float32 [rows]: factor for what was summed before this tile
+    at_keys: int  # int64 [TILE]: address of each token's K
+    at_values: int  # int64 [TILE]: address of each token's V
+    at_packed: int  # int64 [TILE]: address of each token's packed V
+    at_zero: int  # a cache row of zeros
+    at_pack: int  # float32 [TILE, padded E]
+
+
+@kernel
+def attend(c: Args, w: Work, target: TargetValue) -> None:
+    """Draw items until none is left. Run by every thread of the call at once."""
+    own = w.scratch + w.scratch_size * fetch_add(w.counters + C_WORKERS, 1)
+    clear(own + w.at_zero, w.at_pack - w.at_zero)
+    while True:
+        n = fetch_add(w.counters + C_NEXT, 1)
+        if n >= w.n_items or get_i64(w.counters + C_BAD):
+            return
+        item = w.items + n * ITEM_SIZE
+        group = w.groups + get_i64(item + I_GROUP) * GROUP_SIZE
+        if not _span(c, w, group, get_i64(item + I_SPAN), own, target):
+            put_i64(w.counters + C_BAD, 1)
+            return
+        spans = get_i64(group + G_SPANS)
+        if spans > 1:
+            _save(c, w, group, get_i64(item + I_INDEX), own)
+            if fetch_add(group + G_DONE, 1) < spans - 1:
+                continue
+            _merge(c, w, group, own, target)
+        _finish(c, w, group, own, target)
+
+
+@inlined
+def _span(c: Args, w: Work, group: int, span: int, own: int, target: TargetValue) -> bool:
+    """Fill O, maximum and sum of a group's rows from one span of keys (-1: from all); False at a wrong block id."""
+    per_kv = c.heads // c.kv_heads
+    count, position, length = get_i64(group + G_COUNT), get_i64(group + G_POSITION), get_i64(group + G_LENGTH)
+    rows = count * per_kv
+    clear(own + w.at_o, rows * w.o_row)
+    for r in range(rows):
+        put_f32(own + w.at_m + 4 * r, NOTHING)
+        put_f32(own + w.at_l + 4 * r, 0.0)
+    lo, hi = seen_from(c, position), seen_to(c, position + count - 1, length)
+    if span >= 0:
+        lo, hi = max(lo, span * c.span), min(hi, (span + 1) * c.span)
+    if hi <= lo:
+        return True
+    _load_queries(c, w, group, own, target)
+    for j in range(lo // TILE * TILE, hi, TILE):
+        if not _name_tokens(c, w, group, j, max(lo, j), min(hi, j + TILE), own):
+            return False
+        _scores(c, w, rows, own, target)
+        _weights(c, w, group, j, own, target)
+        if _rows_agree(c, position, count, length, j):
+            _sum_values(c, w, rows, own, target)
+        else:
+            _sum_packed_values(c, w, group, j, own, target)
+    return True
+
+
+@inlined
+def _rows_agree(c: Args, position: int, count: int, length: int, j: int) -> bool:
+    """Whether all query tokens of a group see the same tokens of the tile that begins at j."""
+    last = position + count - 1
+    same_from = max(seen_from(c, position), j) == max(seen_from(c, last), j)
+    return same_from and min(seen_to(c, position, length), j + TILE) == min(seen_to(c, last, length), j + TILE)
+
+
+@inlined
+def _load_queries(c: Args, w: Work, group: int, own: int, target: TargetValue) -> None:
+    """Q of a group as float32 in kernel order: row = token * (heads of a KV head) + head."""
+    per_kv = c.heads // c.kv_heads
+    rows = get_i64(group + G_COUNT) * per_kv
+    clear(own, rows * w.q_row)
+    for r in range(rows):
+        token, head = get_i64(group + G_TOKEN) + r // per_kv, get_i64(group + G_HEAD) * per_kv + r % per_kv
+        src, dst = c.q + token * c.q_token + head * c.q_head, own + r * w.q_row
+        if c.q_code == 0:
+            widen_row(target, "float32", src, dst, c.d)
+        elif c.q_code == 1:
+            widen_row(target, "float16", src, dst, c.d)
+        else:
+            widen_row(target, "bfloat16", src, dst, c.d)
+        reorder_row(target, dst, w.q_row // (4 * w.chunk), 1)
+
+
+@inlined
+def _name_tokens(c: Args, w: Work, group: int, j: int, lo: int, hi: int, own: int) -> bool:
+    """Addresses of K and V of the tile's tokens, those outside [lo, hi) as zeros; False at a wrong block id."""
+    table = c.table + get_i64(group + G_SEQ) * c.table_row
+    head = get_i64(group + G_HEAD)
+    keys, values, zero = own + w.at_keys - 8 * j, own + w.at_values - 8 * j, own + w.at_zero
+    for t in range(j, lo):
+        put_i64(keys + 8 * t, zero)
+        put_i64(values + 8 * t, zero)
+    t = lo
+    while t < hi:
+        block, slot = get_i32(table + 4 * (t // c.block_size)), t % c.block_size
+        if block < 0 or block >= c.blocks:
+            return False
+        k = c.k + block * c.k_block + slot * c.k_slot + head * c.k_head
+        v = c.v + block * c.v_block + slot * c.v_slot + head * c.v_head
+        for x in range(min(c.block_size - slot, hi - t)):
+            put_i64(keys + 8 * (t + x), k + x * c.k_slot)
+            put_i64(values + 8 * (t + x), v + x * c.v_slot)
+        t += c.block_size - slot
+    for x in range(hi, j + TILE):
+        put_i64(keys + 8 * x, zero)
+        put_i64(values + 8 * x, zero)
+    return True
+
+
+@inlined
+def _scores(c: Args, w: Work, rows: int, own: int, target: TargetValue) -> None:
+    for t in range(0, TILE, 4):
+        keys, s = own + w.at_keys + 8 * t, own + w.at_s + 4 * t
+        r = 0
+        while r + 4 <= rows:
+            scores(target, 4, 4, own + r * w.q_row, w.q_row, keys, c.d, s + r * S_ROW, S_ROW)
+            r += 4
+        q, s = own + r * w.q_row, s + r * S_ROW
+        if rows - r == 3:
+            scores(target, 3, 4, q, w.q_row, keys, c.d, s, S_ROW)
+        elif rows - r == 2:
+            scores(target, 2, 4, q, w.q_row, keys, c.d, s, S_ROW)
+        elif rows - r == 1:
+            scores(target, 1, 4, q, w.q_row, keys, c.d, s, S_ROW)
+
+
+@inlined
+def _weights(c: Args, w: Work, group: int, j: int, own: int, target: TargetValue) -> None:
+    """Scores to softmax weights, row by row, with everything that depends on the row: mask, softcap, ALiBi."""
+    per_kv = c.heads // c.kv_heads
+    kv_head, length = get_i64(group + G_HEAD), get_i64(group + G_LENGTH)
+    scale = c.scale * c.unit
+    if c.k_scale:
+        scale *= get_f32(c.k_scale + 4 * kv_head)
+    for r in range(get_i64(group + G_COUNT) * per_kv):
+        s, position = own + w.at_s + r * S_ROW, get_i64(group + G_POSITION) + r // per_kv
+        first = min(max(seen_from(c, position) - j, 0), TILE)
+        last = min(max(seen_to(c, position, length) - j, 0), TILE)
+        slope = get_f32(c.alibi + 4 * (kv_head * per_kv + r % per_kv)) if c.alibi else 0.0
+        factor = scale
+        if c.cap > 0.0:
+            softcap_row(target, s, scale, c.cap)
+            factor = 1.0
+        m, l = own + w.at_m + 4 * r, own + w.at_l + 4 * r  # noqa: E741
+        put_f32(own + w.at_alpha + 4 * r, softmax_row(target, s, first, last, slope, j - position, factor, m, l))
+
+
+@inlined
+def _sum_values(c: Args, w: Work, rows: int, own: int, target: TargetValue) -> None:
+    """O = O * alpha + P V, straight from the cache: every row sees the same tokens of this tile."""
+    values = own + w.at_values
+    for r in range(0, rows, 4):
+        p, o, a, n = own + w.at_s + r * S_ROW, own + w.at_o + r * w.o_row, own + w.at_alpha + 4 * r, min(4, rows - r)
+        e = 0
+        while e < c.e:
+            left = c.e - e
+            if left >= 4 * w.lanes:
+                if n == 4:
+                    accumulate(target, 4, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0)
+                elif n == 3:
+                    accumulate(target, 3, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0)
+                elif n == 2:
+                    accumulate(target, 2, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0)
+                else:
+                    accumulate(target, 1, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0)
+                e += 4 * w.lanes
+            else:
+                part = min(left, w.chunk)
+                for x in range(n):
+                    accumulate(target, 1, "chunk", p + x * S_ROW, values, e * w.item, o + x * w.o_row + 4 * e,
+                               w.o_row, a + 4 * x, part)  # fmt: skip
+                e += w.chunk
+
+
+@inlined
+def _sum_packed_values(c: Args, w: Work, group: int, j: int, own: int, target: TargetValue) -> None:
+    """The same where rows differ in what they see: a weight of 0 must not meet NaN or Inf; those are summed apart."""
+    per_kv = c.heads // c.kv_heads
+    rows = get_i64(group + G_COUNT) * per_kv
+    packed, special = own + w.at_packed, 0
+    for t in range(TILE):
+        row = own + w.at_pack + t * w.o_row
+        put_i64(packed + 8 * t, row)
+        special |= pack_row(target, get_i64(own + w.at_values + 8 * t), row, c.e)
+    for r in range(rows):
+        p, o, a = own + w.at_s + r * S_ROW, own + w.at_o + r * w.o_row, own + w.at_alpha + 4 * r
+        for e in range(0, w.o_row // 4, w.chunk):
+            accumulate(target, 1, "packed", p, packed, 4 * e, o + 4 * e, w.o_row, a, 0)
+    if special:
+        for r in range(rows):
+            position = get_i64(group + G_POSITION) + r // per_kv
+            lo, hi = max(seen_from(c, position), j), min(seen_to(c, position, get_i64(group + G_LENGTH)), j + TILE)
+            for t in range(lo - j, hi - j):
+                value, p = get_i64(own + w.at_values + 8 * t), get_f32(own + w.at_s + r * S_ROW + 4 * t)
+                add_special(target, value, own + w.at_o + r * w.o_row, c.e, p)
+
+
+@inlined
+def _save(c: Args, w: Work, group: int, index: int, own: int) -> None:
+    """Put O, maximum and sum of one span aside."""
+    rows = get_i64(group + G_COUNT) * (c.heads // c.kv_heads)
+    size = HEAD + w.o_row
+    at = w.partials + (get_i64(group + G_PARTIAL) + index * rows) * size
+    for r in range(rows):
+        put_f32(at + r * size, get_f32(own + w.at_m + 4 * r))
+        put_f32(at + r * size + 4, get_f32(own + w.at_l + 4 * r))
+        copy(at + r * size + HEAD, own + w.at_o + r * w.o_row, w.o_row)
+
+
+@inlined
+def _merge(c: Args, w: Work, group: int, own: int, target: TargetValue) -> None:
+    """Add up the spans of a group, first to last."""
+    rows, spans = get_i64(group + G_COUNT) * (c.heads // c.kv_heads), get_i64(group + G_SPANS)
+    size = HEAD + w.o_row
+    at = w.partials + get_i64(group + G_PARTIAL) * size
+    clear(own + w.at_o, rows * w.o_row)
+    for r in range(rows):
+        top, total = NOTHING, 0.0
+        for s in range(spans):
+            top = max(top, get_f32(at + (s * rows + r) * size))
+        for s in range(spans):
+            part = at + (s * rows + r) * size
+            m, l = get_f32(part), get_f32(part + 4)  # noqa: E741
+            factor = math.exp(m - top) if m > NOTHING else l  # nothing seen: l is 0, or NaN from a NaN key
+            total += factor * l
+            axpy_row(target, own + w.at_o + r * w.o_row, part + HEAD, w.o_row // (4 * w.lanes), factor)
+        put_f32(own + w.at_m + 4 * r, top)
+        put_f32(own + w.at_l + 4 * r, total)
+
+
+@inlined
+def _finish(c: Args, w: Work, group: int, own: int, target: TargetValue) -> None:
+    """Divide by the sum, the sink included, and write out and lse."""
+    per_kv = c.heads // c.kv_heads
+    kv_head = get_i64(group + G_HEAD)
+    for r in range(get_i64(group + G_COUNT) * per_kv):
+        token, head = get_i64(group + G_TOKEN) + r // per_kv, kv_head * per_kv + r % per_kv
+        m, total = float(get_f32(own + w.at_m + 4 * r)), float(get_f32(own + w.at_l + 4 * r))
+        top, factor = m, 1.0
+        if c.sinks:
+            sink = float(get_f32(c.sinks + 4 * head))
+            top = max(m, sink)
+            factor = math.exp(m - top) if m > NOTHING else total
+            total = factor * total + (math.exp(sink - top) if sink > NOTHING else 0.0)
+        if c.lse:
+            lse = top + math.log(total) if total != 0.0 else NOTHING
+            put_f32(c.lse + token * c.lse_token + head * c.lse_head, lse)
+        factor = factor / total if total != 0.0 else 0.0
+        factor *= c.unit
+        if c.v_scale:
+            factor *= get_f32(c.v_scale + 4 * kv_head)
+        row, dst = own + w.at_o + r * w.o_row, c.out + token * c.out_token + head * c.out_head
+        reorder_row(target, row, w.o_row // (4 * w.chunk), 0)
+        if c.q_code == 0:
+            narrow_row(target, "float32", row, dst, c.e, factor)
+        elif c.q_code == 1:
+            narrow_row(target, "float16", row, dst, c.e, factor)
+        else:
+            narrow_row(target, "bfloat16", row, dst, c.e, factor)

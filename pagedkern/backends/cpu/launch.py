@@ -1,0 +1,192 @@
+"""From tensors to compiled kernels: records of addresses, scratch memory, threads, and errors with names in them."""
+
+from __future__ import annotations
+
+import torch
+from numba.core import config
+from torch import Tensor
+
+from pagedkern.backends.base import ITEMSIZE, AttentionCall, CopyCall, WriteCall
+from pagedkern.backends.cpu import convert, kernels, plan, store
+from pagedkern.backends.cpu.jit import Entry, TargetValue, target
+from pagedkern.backends.cpu.micro import TILE
+from pagedkern.backends.cpu.pool import POOL
+from pagedkern.errors import BlockIndexError
+
+PLAN = Entry(plan.plan, "planner")
+FIND_BAD_BLOCK = Entry(plan.find_bad_block, "block table check")
+ATTEND = Entry(kernels.attend, "attention kernel")
+FIND_BAD_SLOT = Entry(store.find_bad_slot, "slot check")
+WRITE = Entry(store.write, "write kernel")
+
+WORTH_A_THREAD = 1 << 18  # bytes of K and V; waking a helper takes about as long as reading them
+ALIGN = 64  # bytes of a cache line
+
+
+def threads() -> int:
+    """How many threads a call may use: torch's number, with NUMBA_NUM_THREADS as an upper bound."""
+    bound = int(config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    return max(1, min(torch.get_num_threads(), bound))
+
+
+def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
+    """See `base.AttentionCall`. `isa` is for tests: "portable" leaves out what only some processors have."""
+    tg = target(_name(call.k_cache.dtype), isa)
+    neutral = target("float32", isa)
+    args, keep = _args(call, span)
+    n_groups, n_items, n_partial, read, status, where, value = PLAN.get(args, 0, 0, neutral)(args, 0, 0, neutral)
+    if status == plan.BAD_LENGTH:
+        most = f"{args.width} blocks * {args.block_size} tokens"
+        raise BlockIndexError(f"seq_lens[{where}] is {value}, accepted is 0 to {args.width * args.block_size} ({most})")
+    if status == plan.BAD_START:
+        raise BlockIndexError(
+            f"cu_seqlens_q[{where}] is {value}, accepted are prefix sums from 0 to at most {args.tokens} (rows of q)"
+        )
+    records = torch.empty(n_groups * plan.GROUP_SIZE + n_items * plan.ITEM_SIZE, dtype=torch.uint8)
+    groups = records.data_ptr()
+    items = groups + n_groups * plan.GROUP_SIZE
+    PLAN.get(args, groups, items, neutral)(args, groups, items, neutral)
+    size = read * (args.d + args.e) * call.k_cache.element_size()
+    n_threads = max(1, min(threads(), n_items, size // WORTH_A_THREAD))
+    work, memory = _work(args, tg, groups, items, n_items, n_partial, n_threads)
+    attend = ATTEND.get(args, work, tg)
+    POOL.run(lambda: attend(args, work, tg), n_threads)
+    if memory[0][2]:  # the counter C_BAD
+        i, j, block = FIND_BAD_BLOCK.get(args, neutral)(args, neutral)
+        raise BlockIndexError(
+            f"block_table[{i}, {j}] is {block} (sequence {i}, tokens from {j * args.block_size}), "
+            f"accepted is 0 to {args.blocks - 1}"
+        )
+    del keep
+
+
+def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
+    """The record of a call, and the tensors that its addresses point into."""
+    keep = []
+
+    def flat(x: Tensor | None) -> int:
+        if x is None:
+            return 0
+        keep.append(x.contiguous())
+        return keep[-1].data_ptr()
+
+    q, k, v, out, lse = call.q, call.k_cache, call.v_cache, call.out, call.lse
+    item, size = q.element_size(), k.element_size()
+    k_stride, v_stride = k.stride(), v.stride()
+    dtype = _name(k.dtype)
+    args = plan.Args(
+        q=q.data_ptr(), q_token=q.stride(0) * item, q_head=q.stride(1) * item, q_code=convert.CODES[_name(q.dtype)],
+        k=k.data_ptr(), k_block=k_stride[0] * size, k_slot=k_stride[1] * size, k_head=k_stride[2] * size,
+        v=v.data_ptr(), v_block=v_stride[0] * size, v_slot=v_stride[1] * size, v_head=v_stride[2] * size,
+        table=call.block_table.data_ptr(), table_row=call.block_table.stride(0) * 4, width=call.block_table.shape[1],
+        seq_lens=flat(call.seq_lens), cu=flat(call.cu_seqlens_q),
+        out=out.data_ptr(), out_token=out.stride(0) * item, out_head=out.stride(1) * item,
+        lse=0 if lse is None else lse.data_ptr(),
+        lse_token=0 if lse is None else lse.stride(0) * 4, lse_head=0 if lse is None else lse.stride(1) * 4,
+        alibi=flat(call.alibi_slopes), sinks=flat(call.sinks), k_scale=flat(call.k_scale), v_scale=flat(call.v_scale),
+        seqs=call.seq_lens.shape[0], tokens=q.shape[0], heads=q.shape[1], kv_heads=k.shape[2],
+        d=q.shape[2], e=v.shape[3],
+        blocks=k.shape[0], block_size=k.shape[1], causal=int(call.causal), window=call.sliding_window or 0, span=span,
+        scale=float(call.scale), cap=float(call.softcap or 0.0), unit=convert.UNIT.get(dtype, 1.0),
+    )  # fmt: skip
+    return args, keep
+
+
+def _work(
+    args: plan.Args, tg: TargetValue, groups: int, items: int, n_items: int, n_partial: int, n_threads: int
+) -> tuple[kernels.Work, list[Tensor]]:
+    """The scratch memory of a call, and the tensors that hold it, the counters first."""
+    chunk, lanes = convert.chunk(tg.key), tg.key.lanes
+    q_row, o_row = 4 * _ceil(args.d, chunk), 4 * _ceil(args.e, max(chunk, ALIGN // 4))
+    per_kv = args.heads // args.kv_heads
+    rows = max(1, plan.ROWS // per_kv) * per_kv
+    item = ITEMSIZE[tg.key.kv_dtype]
+    at, sizes = 0, {}
+    for name, size in {
+        "q": rows * q_row,
+        "at_o": rows * o_row,
+        "at_s": rows * 4 * TILE,
+        "at_m": rows * 4,
+        "at_l": rows * 4,
+        "at_alpha": rows * 4,
+        "at_keys": 8 * TILE,
+        "at_values": 8 * TILE,
+        "at_packed": 8 * TILE,
+        "at_zero": max(args.d, args.e) * item,
+        "at_pack": TILE * o_row,
+    }.items():
+        sizes[name] = at
+        at += _ceil(size, ALIGN)
+    del sizes["q"]  # begins at 0
+    counters = torch.zeros(plan.COUNTERS_SIZE // 8, dtype=torch.int64)
+    partials = torch.empty(n_partial * (kernels.HEAD + o_row) + ALIGN, dtype=torch.uint8)
+    scratch = torch.empty(n_threads * at + ALIGN, dtype=torch.uint8)
+    work = kernels.Work(
+        groups=groups, items=items, n_items=n_items, counters=counters.data_ptr(),
+        partials=_ceil(partials.data_ptr(), ALIGN), scratch=_ceil(scratch.data_ptr(), ALIGN), scratch_size=at,
+        chunk=chunk, lanes=lanes, item=item, q_row=q_row, o_row=o_row, **sizes,
+    )  # fmt: skip
+    return work, [counters, partials, scratch]
+
+
+def write_kv(call: WriteCall, isa: str = "native") -> None:
+    """See `base.WriteCall`."""
+    tg = target(_name(call.k_cache.dtype), isa)
+    slots = call.slot_mapping.contiguous()
+    counter = torch.zeros(1, dtype=torch.int64)
+    n, block_size = call.k_cache.shape[:2]
+    args = store.Write(
+        slots=slots.data_ptr(), tokens=slots.shape[0], kv_heads=call.k_cache.shape[2], blocks=n, block_size=block_size,
+        src_code=convert.CODES[_name(call.k.dtype)], counter=counter.data_ptr(),
+    )  # fmt: skip
+    bad = FIND_BAD_SLOT.get(args, tg)(args, tg)
+    if bad >= 0:
+        raise BlockIndexError(
+            f"slot_mapping[{bad}] is {int(slots[bad])}, accepted is -1 (write nothing) or 0 to {n * block_size - 1} "
+            f"({n} blocks * {block_size} tokens)"
+        )
+    k, k_scale = _rows(call.k, call.k_cache, call.k_scale)
+    v, v_scale = _rows(call.v, call.v_cache, call.v_scale)
+    write = WRITE.get(args, k, v, tg)
+    size = slots.shape[0] * args.kv_heads * (k.width + v.width) * call.k.element_size()
+    n_threads = max(1, min(threads(), -(-args.tokens // store.RUN), size // WORTH_A_THREAD))
+    POOL.run(lambda: write(args, k, v, tg), n_threads)
+    del k_scale, v_scale
+
+
+def _rows(new: Tensor, cache: Tensor, scale: Tensor | None) -> tuple[store.Rows, Tensor | None]:
+    scale = None if scale is None else scale.contiguous()
+    item, size = new.element_size(), cache.element_size()
+    block, slot, head, _ = cache.stride()
+    same = new.dtype == cache.dtype
+    return store.Rows(
+        src=new.data_ptr(), src_token=new.stride(0) * item, src_head=new.stride(1) * item,
+        dst=cache.data_ptr(), dst_block=block * size, dst_slot=slot * size, dst_head=head * size,
+        scale=0 if scale is None else scale.data_ptr(), width=new.shape[2], bytes=new.shape[2] * item if same else 0,
+    ), scale  # fmt: skip
+
+
+def copy_blocks(call: CopyCall) -> None:
+    """See `base.CopyCall`."""
+    src, dst = call.src_blocks, call.dst_blocks
+    for i, cache in enumerate(call.caches):
+        for name, ids in (("src_blocks", src), ("dst_blocks", dst)):
+            wrong = (ids < 0) | (ids >= cache.shape[0])
+            if bool(wrong.any()):
+                at = int(wrong.nonzero()[0, 0])
+                most = cache.shape[0] - 1
+                raise BlockIndexError(f"{name}[{at}] is {int(ids[at])}, accepted is 0 to {most} (caches[{i}])")
+    for cache in call.caches:
+        bits = cache.view(_BITS[cache.element_size()])  # a dtype that every copy knows
+        bits.index_copy_(0, dst, bits.index_select(0, src))
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _ceil(n: int, step: int) -> int:
+    return -(-n // step) * step
