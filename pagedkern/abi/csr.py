@@ -119,5 +119,7 @@ def _seq_len(i: int, ptr: memoryview[int], ids: memoryview[int], last: memoryvie
         raise BlockIndexError(f"last_page_len: got {last[i]} for sequence {i} of {blocks} blocks, accepted is {bounds}")
     seq_len = size * (blocks - 1) + last[i] if blocks else 0
     if seq_len >= 2**31:
-        raise BlockIndexError(f"indptr: got {blocks} blocks for sequence {i}, accepted are at most 2^31 - 1 tokens")
+        raise BlockIndexError(
+            f"indptr: got {blocks} blocks of {size} tokens for sequence {i}, accepted are at most 2^31 - 1 tokens"
+        )
     return seq_len

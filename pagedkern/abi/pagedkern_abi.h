@@ -29,8 +29,8 @@
  * Null. A pointer may be null where its comment says so, and always when its array has no elements. A count or a dtype
  * code that belongs only to null arrays is 0, except block_size, which is always at least 1.
  *
- * Alignment. Every pointer and every row is aligned to its element's size. More (16 bytes for tensors) lets kernels use
- * wide loads; a kernel that needs it must test it and refuse, not assume.
+ * Alignment. Every pointer, and so every row, is aligned to its element's size. More (16 bytes for tensors) lets
+ * kernels use wide loads; a kernel that needs it must test it and refuse, not assume.
  *
  * Versions. Set everything to zero first, then version = PAGEDKERN_ABI_VERSION and struct_size = sizeof the struct. A
  * change in the meaning of a field raises the major version; a minor version only appends fields, whose zero means what

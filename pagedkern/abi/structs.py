@@ -116,7 +116,7 @@ def to_struct(batch: Batch) -> BatchStruct:
     for name in _ARRAYS:
         view: ArrayView | None = getattr(batch, name)
         if view is not None:
-            setattr(struct, name, view.ptr or None)
+            setattr(struct, name, view.ptr if view.size else None)  # an empty array may lie anywhere
             for field, stride in zip(_STRIDES.get(name, ()), view.strides, strict=False):  # the last needs no field
                 setattr(struct, field, stride)
     struct.keep_alive = batch
