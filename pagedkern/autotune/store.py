@@ -1,11 +1,50 @@
-"""What tuning found, and how the kernels look it up at run time."""
+"""What tuning found, and how the kernels look it up at run time.
+
+One JSON file for each device and problem key, `<cache>/tuned/<device>/<key>.json`, where the cache is
+`$PAGEDKERN_CACHE_DIR` or the user's cache directory. Files are replaced whole, under a lock, so readers need none.
+
+**What must match.** The device; everything in `Key`: decode (`max_seqlen_q` 1) or prefill, dtypes, heads, head dims,
+block size, window, causality, softcap, ALiBi, sinks; and the code: version of pagedkern, sources of the backend,
+versions of the libraries. Anything else is a miss, and never an error: a file that is damaged, stale or unreadable is
+reported once by `logging` and passed over.
+
+**What may differ.** Number of sequences and of tokens, query lengths within prefill, and the context. A key has one
+choice whatever these are, because a configuration decides how sums are split and so the last bits of a result: a
+sequence must not change them when another joins its batch. The tier says whether the numbers were those measured
+("tuned") or others ("tuned-nearest"). For the same reason a process reads a key once: what is stored later counts from
+its next start, or after `reload()`. Only one thing about the batch is looked at, whether `max_seqlen_q` is 1: an engine
+that mixes decode and prefill rows in a call, and needs the bits of a pure decode call, passes `backend` and `config`
+itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+import pagedkern.backends as registry
+from pagedkern.autotune import device as machine
 from pagedkern.backends.base import Problem
+
+FORMAT = 1
+MIN_GAIN = 1.02  # the untuned default is left for a gain whose lower bound reaches this
+MAX_BYTES = 1 << 20  # of a file; a longer one is not ours
+LOCK_SECONDS = 10.0
+
+logger = logging.getLogger("pagedkern.autotune")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +57,299 @@ class Found:
     reason: str  # a sentence for `explain`: what was measured, where and when
 
 
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The part of a problem that must match exactly. It holds nothing that changes between two batches of an engine."""
+
+    kind: str  # "decode": one query token a sequence; "prefill": more
+    device: str
+    q_dtype: str
+    kv_dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    block_size: int
+    causal: bool  # True for decode, where it makes no difference
+    sliding_window: int | None
+    softcap: bool
+    alibi: bool
+    sinks: bool
+
+    @classmethod
+    def of(cls, problem: Problem) -> Key:
+        decode = problem.max_seqlen_q <= 1
+        same = {name: getattr(problem, name) for name in cls.__slots__ if name not in ("kind", "causal")}
+        return cls(kind="decode" if decode else "prefill", causal=decode or problem.causal, **same)
+
+    def filename(self) -> str:
+        parts = [self.kind, self.q_dtype]
+        parts += [f"kv-{self.kv_dtype}"] if self.kv_dtype != self.q_dtype else []
+        parts += [f"h{self.num_heads}", f"g{self.num_kv_heads}", f"d{self.head_dim}"]
+        parts += [f"e{self.head_dim_v}"] if self.head_dim_v != self.head_dim else []
+        parts += [f"b{self.block_size}"]
+        parts += [] if self.causal else ["full"]
+        parts += [] if self.sliding_window is None else [f"w{self.sliding_window}"]
+        parts += [name for name in ("softcap", "alibi", "sinks") if getattr(self, name)]
+        return "-".join(parts) + ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The best configuration of one backend for one key, and the measurement behind it."""
+
+    config: Mapping[str, object]
+    seconds: float  # median of a call
+    untuned: bool  # whether this is the choice that would be made untuned
+    gain: float  # median of the ratios of times, untuned choice / this one, run in turn
+    gain_low: float  # lower confidence bound of that median; both are 1 for the untuned choice
+    rounds: int  # pairs behind the two
+    default: str  # the untuned choice, "backend(fields)"
+    num_seqs: int
+    num_tokens: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    context: int  # tokens of the longest sequence
+    when: str = ""  # UTC, ISO 8601; filled in by `save`
+
+    @property
+    def eligible(self) -> bool:
+        """Whether backend="auto" may use it: it is what runs untuned, or better by a margin that was measured."""
+        return self.untuned or self.gain_low >= MIN_GAIN
+
+
 def lookup(problem: Problem, backend: str | None = None) -> Found | None:
-    """The best stored choice for a problem, among all backends or for one; None if there is none."""
-    return None
+    """The stored choice for a problem, among all backends or for one; None if there is none.
+
+    The backend and config returned depend on `Key.of(problem)` alone, for the life of the process; the tier and the
+    reason also on the lengths.
+    """
+    home = directory()
+    if home is None:
+        return None
+    choices = _current(home, Key.of(problem))
+    backend = backend or _best(choices)
+    if backend is None or backend not in choices:
+        return None
+    tuned = choices[backend]
+    sizes = ("num_seqs", "num_tokens", "max_seqlen_q", "max_seqlen_k")
+    same = all(getattr(problem, size) == getattr(tuned, size) for size in sizes)
+    return Found(backend, tuned.config, "tuned" if same else "tuned-nearest", _reason(problem, tuned, same))
+
+
+def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
+    """Store the best configuration of each backend named, beside those already stored for other backends.
+
+    What was stored against another default, or with other code, is dropped. Takes effect in this process at once.
+
+    Raises:
+        OSError: the directory cannot be made, locked or written; what was stored before is still there, whole.
+    """
+    from filelock import FileLock
+
+    home = directory()
+    if home is None:
+        raise FileNotFoundError("no cache directory: set PAGEDKERN_CACHE_DIR")
+    key = Key.of(problem)
+    path = location(home, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    with FileLock(path.parent / ".lock", timeout=LOCK_SECONDS):
+        defaults = {tuned.default for tuned in choices.values()}
+        kept = {n: c for n, c in _read(path, key).items() if _fresh(n, c[1]) and c[0].default in defaults}
+        entries = {name: _entry(tuned, code) for name, (tuned, code) in kept.items()}
+        for name, tuned in choices.items():
+            entries[name] = {**_entry(tuned, machine.code(name)), "when": now}
+        document = {
+            "format": FORMAT,
+            "device": dict(machine.identity(key.device)),
+            "problem": asdict(key),
+            "choices": entries,
+        }
+        _replace(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    reload()
+    return path
+
+
+def reload() -> None:
+    """Read the store anew from now on: what other processes have stored since this one first looked counts."""
+    _current.cache_clear()
+    if (choice := sys.modules.get("pagedkern._choice")) is not None:
+        choice.choose.cache_clear()
+
+
+def directory() -> Path | None:
+    """The cache directory, which need not exist; None if the environment has no place for one."""
+    if given := os.environ.get("PAGEDKERN_CACHE_DIR"):
+        return Path(given)
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:  # the same place on Linux
+        try:
+            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkern"
+        except RuntimeError:  # no home
+            return None
+    return user_cache_path("pagedkern", appauthor=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One choice in the store, whether or not it would be used."""
+
+    path: Path
+    device: Mapping[str, str | int]
+    key: Key
+    backend: str
+    tuned: Tuned
+    state: (
+        str  # "auto": backend="auto" uses it; "used": calls that name the backend do; else "stale", "another machine"
+    )
+
+
+def contents() -> Iterator[Stored]:
+    """Every choice in the store, for people to read. Files that cannot be read are passed over with a warning."""
+    home = directory()
+    if home is None:
+        return
+    for path in sorted(home.glob("tuned/*/*.json")):
+        try:
+            document = _load(path)
+            key, device = Key(**document["problem"]), document["device"]
+            here = machine.present(key.device) and path == location(home, key)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            _warn(path, f"cannot be used: {error or type(error).__name__}")
+            continue
+        choices = _read(path, key, device)
+        best = _best({name: tuned for name, (tuned, code) in choices.items() if here and _fresh(name, code)})
+        for name, (tuned, code) in choices.items():
+            state = "auto" if name == best else "used" if here and _fresh(name, code) else "stale"
+            yield Stored(path, device, key, name, tuned, state if here else "another machine")
+
+
+def location(home: Path, key: Key) -> Path:
+    """The file of a key on this machine."""
+    identity = machine.identity(key.device)
+    digest = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:8]
+    slug = re.sub(r"[^a-z0-9]+", "-", str(identity["name"]).lower()).strip("-")[:40]
+    return home / "tuned" / f"{slug}-{digest}" / key.filename()
+
+
+@lru_cache(maxsize=4096)
+def _current(home: Path, key: Key) -> Mapping[str, Tuned]:
+    """What the file of a key holds for the code that is installed now; empty if nothing."""
+    path = location(home, key)
+    entries = _read(path, key)
+    fresh = {name: tuned for name, (tuned, code) in entries.items() if _fresh(name, code)}
+    if entries and not fresh:
+        _warn(path, "was tuned with other kernels or libraries: run python -m pagedkern.autotune again")
+    return MappingProxyType(fresh)
+
+
+def _best(choices: Mapping[str, Tuned]) -> str | None:
+    """The backend that "auto" takes."""
+    ranked = sorted((name for name in choices if choices[name].eligible), key=lambda n: (-choices[n].gain_low, n))
+    return ranked[0] if ranked else None
+
+
+def _read(
+    path: Path, key: Key, device: Mapping[str, str | int] | None = None
+) -> dict[str, tuple[Tuned, Mapping[str, object]]]:
+    """The choices in a file with the code that each was measured with; empty, and a warning, if it is damaged."""
+    try:
+        document = _load(path)
+        if document["device"] != (device or machine.identity(key.device)) or document["problem"] != asdict(key):
+            raise ValueError("of another device or problem than its name says")
+        return {name: _parse(entry) for name, entry in document["choices"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        _warn(path, f"cannot be used: {error or type(error).__name__}")
+        return {}
+
+
+def _load(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"longer than {MAX_BYTES} bytes")
+    document = json.loads(content, parse_constant=_no_constant)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f"not of format {FORMAT}")
+    return document
+
+
+_FIELDS = {  # of a choice in the file: its type and least value
+    "seconds": (float, 0), "untuned": (bool, None), "gain": (float, 0), "gain_low": (float, 0), "rounds": (int, 1),
+    "default": (str, None), "num_seqs": (int, 0), "num_tokens": (int, 0), "max_seqlen_q": (int, 0),
+    "max_seqlen_k": (int, 0), "context": (int, 0), "when": (str, None),
+}  # fmt: skip
+
+
+def _parse(entry: Mapping[str, object]) -> tuple[Tuned, Mapping[str, object]]:
+    config, code = entry["config"], entry["code"]
+    if not isinstance(config, dict) or not all(isinstance(v, (int, float, str, bool)) for v in config.values()):
+        raise ValueError("a config that is no mapping of plain values")
+    if not isinstance(code, dict):
+        raise ValueError("no code")
+    fields: dict[str, object] = {}
+    for name, (kind, least) in _FIELDS.items():
+        value = entry[name]
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind or (least is not None and not least <= value < math.inf):  # type: ignore[operator]
+            raise ValueError(f"{name} is {value!r}")
+        fields[name] = value
+    return Tuned(config=MappingProxyType(config), **fields), code  # type: ignore[arg-type]
+
+
+def _entry(tuned: Tuned, code: Mapping[str, object]) -> dict[str, object]:
+    fields = {name: getattr(tuned, name) for name in _FIELDS}
+    return {"config": dict(tuned.config), **fields, "code": dict(code)}
+
+
+def _fresh(backend: str, code: Mapping[str, object]) -> bool:
+    """Whether a choice was measured with the code that would run now. A library installed since then is no change."""
+    if backend not in registry.names():
+        return False
+    now, then = machine.code(backend), code.get("libraries")
+    same = code.get("pagedkern") == now["pagedkern"] and code.get("kernel") == now["kernel"]
+    return same and isinstance(then, dict) and then.items() <= machine.libraries().items()
+
+
+def _reason(problem: Problem, tuned: Tuned, same: bool) -> str:
+    gain = f"{tuned.gain:.2f}x the speed of {tuned.default}"
+    if tuned.untuned:
+        gain = f"the untuned choice: {tuned.rounds} rounds showed nothing faster"
+    batch = f"{tuned.num_seqs} sequences, {tuned.num_tokens} query tokens, context {tuned.context}"
+    where = machine.describe(machine.identity(problem.device))
+    return f"{gain}; measured {'on this problem' if same else 'on ' + batch}, {where}, {tuned.when[:10]}"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Put a file in place in one step. The caller holds the lock, so any temporary file found is a dead writer's."""
+    for left in path.parent.glob(f".{path.name}.*"):
+        left.unlink(missing_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+_warned: set[tuple[Path, str]] = set()
+
+
+def _warn(path: Path, what: str) -> None:
+    """Say once what is wrong with a file."""
+    if (path, what) not in _warned:
+        _warned.add((path, what))
+        logger.warning("%s %s", path, what)

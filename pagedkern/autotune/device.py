@@ -1,0 +1,143 @@
+"""What a measurement belongs to: the machine it was taken on and the code that was measured.
+
+Standard library only for a CPU; torch answers for GPUs. Everything is read once in a process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import platform
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pagedkern
+import pagedkern.backends as registry
+
+SOURCES = {".py", ".cu", ".cuh", ".h", ".c", ".cpp"}
+LIBRARIES = ("torch", "numba", "triton", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda")  # that a backend may be built on
+GUESSED_CACHE = 64 << 20  # bytes, where the system does not tell
+
+
+@cache
+def identity(device: str) -> Mapping[str, str | int]:
+    """The fields by which two machines are the same to a tuner; `device` is a torch device type ("cpu", "cuda")."""
+    if device == "cpu":
+        return {"type": device, "name": _cpu_name(), "arch": platform.machine(), "threads": cpu_threads()}
+    if device != "cuda":  # nothing is tuned there: what is looked up is not found
+        return {"type": device, "name": device}
+    import torch  # whoever asks for a GPU has loaded it
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "type": device,
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30),
+    }
+
+
+def present(device: str) -> bool:
+    """Whether this machine has a device of that type."""
+    if device == "cpu":
+        return True
+    try:
+        import torch
+    except ImportError:
+        return False
+    return device == "cuda" and torch.cuda.is_available()
+
+
+def describe(device: Mapping[str, str | int]) -> str:
+    """A machine's identity in words."""
+    if device["type"] == "cpu":
+        return f"{device['name']}, {device['threads']} threads"
+    return f"{device['name']}, compute capability {device.get('capability', 'unknown')}"
+
+
+@cache
+def code(backend: str) -> Mapping[str, str | Mapping[str, str]]:
+    """The version of pagedkern, a hash of the backend's sources, and the versions of the libraries installed."""
+    return {"pagedkern": pagedkern.__version__, "kernel": kernel_hash(backend), "libraries": libraries()}
+
+
+@cache
+def kernel_hash(backend: str) -> str:
+    """SHA-256, shortened, of every source file in the folder of the backend's class."""
+    folder = Path(inspect.getfile(type(registry.load(backend)))).parent
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in SOURCES):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@cache
+def libraries() -> Mapping[str, str]:
+    """Versions of those of `LIBRARIES` that are installed."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def cpu_threads() -> int:
+    """Cores this process may use, or fewer if the environment says so.
+
+    What a program sets later (`torch.set_num_threads`) is not asked: an engine that spares a core is still tuned.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limits = (os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"))
+    return max(1, min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))]))
+
+
+def last_level_cache(device: str) -> int:
+    """Bytes of the cache nearest to memory."""
+    if device != "cpu":
+        import torch
+
+        size = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0)
+        return int(size) or GUESSED_CACHE
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        try:
+            number = re.fullmatch(r"(\d+)([KMG]?)", path.read_text().strip())
+        except OSError:
+            continue
+        if number:
+            sizes.append(int(number[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[number[2]])
+    return max(sizes, default=0) or GUESSED_CACHE
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can be allocated now."""
+    if device != "cpu":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1]) << 10 if found else 2 << 30
+
+
+def _cpu_name() -> str:
+    """The model as the kernel names it, with the numbers that tell apart what is sold under one name."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(re.findall(r"^([^\n:]*?)[ \t]*: *(.*)$", text.split("\n\n", 1)[0], re.MULTILINE))
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    numbers = [fields[key] for key in ("cpu family", "model", "CPU implementer", "CPU part") if key in fields]
+    return f"{name} ({'/'.join(numbers)})" if numbers else name

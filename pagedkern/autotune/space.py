@@ -1,0 +1,199 @@
+"""What is measured: two problems sized for the device, and the candidates for each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pagedkern.backends as registry
+from pagedkern.autotune import device as machine
+from pagedkern.backends.base import Problem
+
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens
+USUAL_BLOCK_SIZE = 16  # what engines take who do not tune: the yardstick of the table
+MEMORY_SHARE = 0.3  # of the free memory, that the tensors of one problem may take
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One problem but for its block size: a batch of sequences that ends with `query_len` new tokens each."""
+
+    kind: str  # "decode" or "prefill"
+    device: str
+    dtype: str  # of q
+    kv_dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_seqs: int
+    context: int  # tokens of the longest sequence, the new ones included
+    query_len: int  # at most `context`
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Ragged, as batches are: from `context` down to three quarters of it, in equal steps."""
+        return [
+            max(self.query_len, self.context - i * self.context // (4 * self.num_seqs)) for i in range(self.num_seqs)
+        ]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that one call must read."""
+        return sum(self.seq_lens) * self.problem(1).kv_bytes
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the two matrix products of one causal call."""
+        q = self.query_len
+        seen = sum(q * n - q * (q - 1) // 2 for n in self.seq_lens)  # pairs of query and visible key
+        return 4 * self.num_heads * self.head_dim * seen
+
+    def problem(self, block_size: int) -> Problem:
+        """As the operation sees it, with a block table just wide enough."""
+        return Problem(
+            device=self.device, q_dtype=self.dtype, kv_dtype=self.kv_dtype, num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim, block_size=block_size,
+            num_seqs=self.num_seqs, num_tokens=self.num_seqs * self.query_len, max_seqlen_q=self.query_len,
+            max_seqlen_k=-(-self.context // block_size) * block_size,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        lens = self.seq_lens
+        tokens = f"{lens[0]:,}" if lens[0] == lens[-1] else f"{lens[-1]:,} to {lens[0]:,}"
+        batch = f"1 sequence of {tokens} tokens" if len(lens) == 1 else f"{len(lens)} sequences of {tokens} tokens"
+        new = "" if self.kind == "decode" else f", {self.query_len:,} of them new"
+        heads = f"{self.num_heads} query heads, {self.num_kv_heads} KV heads, head dim {self.head_dim}"
+        cache = "" if self.kv_dtype == self.dtype else f", cache {self.kv_dtype}"
+        return f"{batch}{new}; {heads}; {self.dtype}{cache}"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What can be chosen: a block size, a backend and its configuration."""
+
+    block_size: int
+    backend: str
+    config: str  # the fields as JSON, keys sorted: hashable, and what is stored
+    is_default: bool = field(default=False, compare=False)  # of its backend
+
+    @property
+    def fields(self) -> dict[str, object]:
+        return dict(json.loads(self.config))
+
+    def __str__(self) -> str:
+        return f"{self.backend}({', '.join(f'{k}={v}' for k, v in self.fields.items())})"
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The candidates of one workload in the order of `candidates`, and what is left out with the reason."""
+
+    workload: Workload
+    candidates: tuple[Candidate, ...]
+    refused: tuple[str, ...]  # "backend, block size: reason"
+
+    @property
+    def block_sizes(self) -> list[int]:
+        return sorted({c.block_size for c in self.candidates})
+
+    def untuned(self, block_size: int) -> Candidate:
+        """What `backend="auto"` takes at a block size when nothing was tuned."""
+        return next(c for c in self.candidates if c.block_size == block_size and c.is_default)
+
+    @property
+    def baseline(self) -> Candidate:
+        """The yardstick of the whole table: the untuned choice at the usual block size, or at the one nearest to it."""
+        return self.untuned(min(self.block_sizes, key=_unusual))
+
+
+def workloads(
+    device: str,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    heads: tuple[int, int, int] = (32, 8, 128),
+    num_seqs: int | None = None,
+    context: int | None = None,
+    prompt: int | None = None,
+    num_block_sizes: int = len(BLOCK_SIZES),
+) -> list[Workload]:
+    """A decode and a prefill problem for a device; what is not given is chosen for it.
+
+    `heads` is (query heads, KV heads, head_dim); by default those of Llama 3 8B (arXiv:2407.21783). The lengths are
+    primes, so that every block size has a last block which is not full.
+    """
+    large = device != "cpu"
+    dtype = dtype or ("bfloat16" if large else "float32")
+    shape = Workload("", device, dtype, kv_dtype or dtype, *heads, num_seqs=1, context=1, query_len=1)
+    context = context or (4093 if large else 2003)
+    prompt = prompt or (2039 if large else 509)
+    room = MEMORY_SHARE * machine.free_memory(device) / (2 * num_block_sizes + 2)  # two copies for each block size
+    fit = max(1, int(room / (context * shape.problem(1).kv_bytes)))
+    seqs = num_seqs or min(fit, 32 if large else max(4, min(64, 2 * machine.cpu_threads())))
+    return [
+        replace(shape, kind="decode", num_seqs=seqs, context=context),
+        replace(shape, kind="prefill", num_seqs=num_seqs or (4 if large else 2), context=prompt, query_len=prompt),
+    ]
+
+
+def usable_backends(device: str, named: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """The backends to measure, in the order in which "auto" prefers them, and why the others are not.
+
+    Emulated backends are measured only if named: their times say nothing about the kernels.
+    """
+    usable, refused = [], []
+    for name in registry.names():
+        if named and name not in named:
+            continue
+        probe = registry.load(name).probe()
+        if not probe.available:
+            refused.append(f"{name}: {probe.reason}")
+        elif probe.emulated and name not in named:
+            refused.append(f"{name}: emulated on this machine")
+        else:
+            usable.append(name)
+    return usable, refused
+
+
+def candidates(workload: Workload, block_sizes: Iterable[int], backends: Sequence[str]) -> Space:
+    """Every configuration of every backend at every block size.
+
+    First come those of the backend that is used untuned, at the usual block size before the others; the default of each
+    backend comes before its other configurations. The untuned choice belongs to the space whether or not its backend
+    was asked for: it is what the others must beat.
+    """
+    found: list[tuple[int, Candidate]] = []
+    refused: dict[str, list[int]] = {}
+    for block_size in sorted(set(block_sizes), key=_unusual):
+        problem = workload.problem(block_size)
+        untuned = _untuned(problem)
+        for rank, name in enumerate([untuned, *(b for b in backends if b != untuned)] if untuned else []):
+            implementation = registry.load(name)
+            if (reason := implementation.supports(problem)) is not None:
+                refused.setdefault(f"{name}: {reason}", []).append(block_size)
+                continue
+            default = _text(implementation.default_config(problem).to_dict())
+            others = [_text(config.to_dict()) for config in implementation.configs(problem)] if name in backends else []
+            for config in dict.fromkeys([default, *others]):
+                found.append((rank, Candidate(block_size, name, config, is_default=config == default)))
+    found.sort(key=lambda pair: pair[0])
+    why = tuple(f"block size {', '.join(map(str, sizes))}: {reason}" for reason, sizes in refused.items())
+    return Space(workload, tuple(candidate for _, candidate in found), why)
+
+
+def _unusual(block_size: int) -> tuple[float, int]:
+    """How far a block size is from the usual one; a key to sort by."""
+    return max(block_size, USUAL_BLOCK_SIZE) / min(block_size, USUAL_BLOCK_SIZE), block_size
+
+
+def _untuned(problem: Problem) -> str | None:
+    """The backend of "auto" for a problem that was not tuned."""
+    for name in registry.names():
+        implementation = registry.load(name)
+        if implementation.probe().available and implementation.supports(problem) is None:
+            return name
+    return None
+
+
+def _text(fields: dict[str, int | float | str | bool]) -> str:
+    return json.dumps(fields, sort_keys=True)
