@@ -197,6 +197,7 @@ def _tune_parser() -> argparse.ArgumentParser:
 def _parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"{PROG} {command}",
+        usage="%(prog)s [options]",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,

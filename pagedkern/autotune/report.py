@@ -180,7 +180,8 @@ def _table(outcome: Outcome, every: bool) -> Table:
     decode = outcome.space.workload.kind == "decode"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("block", justify="right", no_wrap=True)
-    table.add_column("choice", overflow="fold")
+    longest = max((len(str(candidate)) for candidate in _shown(outcome, every)), default=0)
+    table.add_column("choice", overflow="fold", min_width=2 + min(longest, 24))
     for name in ("time", "GB/s", "of read", "speed") if decode else ("time", "GFLOP/s", "speed"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
@@ -274,8 +275,8 @@ def _notes(outcome: Outcome, every: bool) -> Iterator[str]:
 def _conclusion(run: Run) -> Iterator[str]:
     if any(outcome.log.finals for outcome in run.outcomes):
         yield (
-            f"{BEST} best, {CHOSEN} chosen for its block size. Speed: 1 is the untuned choice at the usual block size; the "
-            "median of the ratios within each round."
+            f"{BEST} best, {CHOSEN} chosen for its block size. Speed: against the untuned choice at the usual block size, "
+            "the median of the ratios within each round."
         )
     yield from _one_block_size(run)
     folders = Counter(path.parent for outcome in run.outcomes for path in outcome.stored.values())
@@ -292,15 +293,16 @@ def _conclusion(run: Run) -> Iterator[str]:
 def _one_block_size(run: Run) -> Iterator[str]:
     """A cache has one block size for decode and prefill: what the best of each does to the other."""
     decided = [(o, o.verdict.best.candidate) for o in run.outcomes if o.verdict.best]
-    for outcome, best in decided:
-        others = []
+    moved = [(o, best) for o, best in decided if best.block_size != o.space.baseline.block_size]
+    for outcome, best in moved:
+        line = f"Block size {best.block_size} is best in {outcome.space.workload.kind}"
         for other, _ in decided:
             if other is not outcome and (pick := other.verdict.winners.get(best.block_size)):
                 gain = compare(other.log, pick.candidate, other.space.baseline, ERROR_RATE)
-                others.append(f"; {other.space.workload.kind} runs at {gain.ratio:.2f}x there")
-        yield f"Block size {best.block_size} is best in {outcome.space.workload.kind}{''.join(others)}."
-    if any(best.block_size != outcome.space.baseline.block_size for outcome, best in decided):
-        yield "Only the time of the kernels counts here, not the memory that a larger block leaves unused at its end."
+                line += f"; there {other.space.workload.kind} runs at {gain.ratio:.2f}x"
+        yield f"{line}."
+    if moved:
+        yield "Only the time of the kernels counts here, not the memory that a sequence's last block leaves unused."
 
 
 def _outcome_document(outcome: Outcome) -> dict[str, object]:

@@ -62,7 +62,8 @@ class Workload:
         lens = self.seq_lens
         tokens = f"{lens[0]:,}" if lens[0] == lens[-1] else f"{lens[-1]:,} to {lens[0]:,}"
         batch = f"1 sequence of {tokens} tokens" if len(lens) == 1 else f"{len(lens)} sequences of {tokens} tokens"
-        new = "" if self.kind == "decode" else f", {self.query_len:,} of them new"
+        new = f", {self.query_len:,} of them new" if self.query_len < self.context else ", all new"
+        new = "" if self.kind == "decode" else new
         heads = f"{self.num_heads} query heads, {self.num_kv_heads} KV heads, head dim {self.head_dim}"
         cache = "" if self.kv_dtype == self.dtype else f", cache {self.kv_dtype}"
         return f"{batch}{new}; {heads}; {self.dtype}{cache}"
