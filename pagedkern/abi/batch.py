@@ -10,7 +10,6 @@ from pagedkern.abi.codes import device_name
 from pagedkern.abi.exporters import describe, type_name
 from pagedkern.errors import InvalidArgument, InvalidType
 
-_MAX_INT32 = 2**31 - 1
 Q_DTYPES = ("float32", "float16", "bfloat16")
 QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -127,36 +126,43 @@ def validate(
         for other in _NEEDS.get(name, ()):
             if other not in views:
                 raise InvalidArgument(f"{other}: got None although {name} is given, accepted is an array")
-    sizes: dict[str, tuple[int, str]] = {}  # dimension: its size, and the argument that set it
+    sizes: dict[str, int] = {}  # of each dimension, as the first array (or number) that has it says
     if block_size is not None:
-        sizes["block_size"] = count(block_size, "block_size", at_least=1), "block_size"
+        sizes["block_size"] = count(block_size, "block_size", at_least=1)
     if num_blocks is not None:
-        sizes["num_blocks"] = count(num_blocks, "num_blocks"), "num_blocks"
+        sizes["num_blocks"] = count(num_blocks, "num_blocks", at_most=2**31 - 1)
+    numbers = tuple(sizes)
     for name, view in views.items():
-        _check_array(name, view, _RULES[name], sizes)
+        _check_array(name, view, _RULES[name])
+        if name == "cu_seqlens_q":
+            sizes["num_seqs + 1"] = sizes["num_seqs"] + 1
+        for dim, length in zip(_RULES[name].dims, view.shape, strict=True):
+            if length < 1 and dim in _AT_LEAST_ONE:
+                raise InvalidArgument(f"{name}: got {dim} {length} (shape {view.shape}), accepted is at least 1")
+            if sizes.setdefault(dim, length) != length:
+                source = dim if dim in numbers else _source(dim.removesuffix(" + 1"), views)
+                raise InvalidArgument(
+                    f"{name}: got {dim} {length} (shape {view.shape}), accepted is {sizes[dim]} as in {source}"
+                )
     device_type, device_id = _common_device(views)
     _check_together(views, sizes)
     bound = 0 if max_seqlen_q is None else count(max_seqlen_q, "max_seqlen_q")
-    decode = "block_table" in views and "cu_seqlens_q" not in views
-    if decode:
+    if "block_table" in views and "cu_seqlens_q" not in views:  # decode
         bound = 1
         sizes.setdefault("num_tokens", sizes["num_seqs"])
-
-    def size(dim: str) -> int:
-        return sizes[dim][0] if dim in sizes else 0
-
+    size = sizes.get
     return Batch(
         **{name: views.get(name) for name in _RULES},
-        num_seqs=size("num_seqs"),
-        num_tokens=size("num_tokens"),
+        num_seqs=size("num_seqs", 0),
+        num_tokens=size("num_tokens", 0),
         max_seqlen_q=bound,
-        width=size("width"),
-        num_blocks=sizes["num_blocks"][0] if "num_blocks" in sizes else None,
-        block_size=size("block_size"),
-        num_heads=size("num_heads"),
-        num_kv_heads=size("num_kv_heads"),
-        head_dim=size("head_dim"),
-        head_dim_v=size("head_dim_v"),
+        width=size("width", 0),
+        num_blocks=size("num_blocks"),
+        block_size=sizes["block_size"],
+        num_heads=size("num_heads", 0),
+        num_kv_heads=size("num_kv_heads", 0),
+        head_dim=size("head_dim", 0),
+        head_dim_v=size("head_dim_v", 0),
         device_type=device_type,
         device_id=device_id,
     )
@@ -172,26 +178,14 @@ def count(value: object, name: str, *, at_least: int = 0, at_most: int = 2**63 -
     return number
 
 
-def _check_array(name: str, view: ArrayView, rule: _Rule, sizes: dict[str, tuple[int, str]]) -> None:
-    """One array against its rule, and against the sizes that earlier arrays have set."""
+def _check_array(name: str, view: ArrayView, rule: _Rule) -> None:
+    """One array by itself."""
     if view.dtype not in rule.dtypes:
         raise InvalidArgument(f"{name}: got dtype {view.dtype}, accepted is {' or '.join(rule.dtypes)}")
     if len(view.shape) != len(rule.dims):
         raise InvalidArgument(f"{name}: got shape {view.shape}, accepted is [{', '.join(rule.dims)}]")
     if view.ptr % view.itemsize and 0 not in view.shape:
         raise InvalidArgument(f"{name}: got address {view.ptr:#x}, accepted is a multiple of {view.itemsize} bytes")
-    for axis, (dim, length) in enumerate(zip(rule.dims, view.shape, strict=True)):
-        if dim == "num_seqs + 1":
-            dim, length = "num_seqs", length - 1
-        if length < 1 and dim in _AT_LEAST_ONE:
-            raise InvalidArgument(f"{name}: got {dim} {length} (shape {view.shape}), accepted is at least 1")
-        known, source = sizes.setdefault(dim, (length, name))
-        if known != length:
-            wanted = f"{known} + 1" if rule.dims[axis] == "num_seqs + 1" else str(known)
-            raise InvalidArgument(
-                f"{name}: got {view.shape[axis]} in dimension {axis} (shape {view.shape}), accepted is {wanted}: "
-                f"the {dim} of {source}"
-            )
     if rule.written:
         if view.read_only:
             raise InvalidArgument(f"{name}: got read-only memory, accepted is memory that can be written")
@@ -228,29 +222,29 @@ def _common_device(views: dict[str, ArrayView]) -> tuple[int, int]:
     return device_type, device_id
 
 
-def _check_together(views: dict[str, ArrayView], sizes: dict[str, tuple[int, str]]) -> None:
+def _check_together(views: dict[str, ArrayView], sizes: dict[str, int]) -> None:
     """The rules that join several arrays."""
     if "block_size" not in sizes:
         raise InvalidArgument("block_size: got None and no caches to take it from, accepted is an int of at least 1")
-    if "num_blocks" in sizes and sizes["num_blocks"][0] > _MAX_INT32:
-        num_blocks, source = sizes["num_blocks"]
-        raise InvalidArgument(f"{source}: got {num_blocks} blocks, accepted is at most 2^31 - 1 (ids are int32)")
+    if sizes.get("num_blocks", 0) > 2**31 - 1:
+        raise InvalidArgument(
+            f"k_cache: got {sizes['num_blocks']} blocks, accepted is at most 2^31 - 1 (ids are int32)"
+        )
     if "k_cache" in views and views["v_cache"].dtype != views["k_cache"].dtype:
         raise InvalidArgument(
             f"v_cache: got dtype {views['v_cache'].dtype}, accepted is that of k_cache, {views['k_cache'].dtype}"
         )
-    if "q" in views:
-        heads, kv_heads = sizes["num_heads"][0], sizes["num_kv_heads"][0]
-        if heads % kv_heads:
-            raise InvalidArgument(f"q: got {heads} heads, accepted is a multiple of the {kv_heads} KV heads of k_cache")
+    heads, kv_heads = sizes.get("num_heads", 0), sizes.get("num_kv_heads", 1)
+    if heads % kv_heads:
+        raise InvalidArgument(f"q: got {heads} heads, accepted is a multiple of the {kv_heads} KV heads of k_cache")
     if "out" in views and views["out"].dtype != views["q"].dtype:
         raise InvalidArgument(f"out: got dtype {views['out'].dtype}, accepted is that of q, {views['q'].dtype}")
-    if "num_tokens" in sizes and "block_table" in views and "cu_seqlens_q" not in views:
-        num_tokens, source = sizes["num_tokens"]
-        if num_tokens != sizes["num_seqs"][0]:
+    if "block_table" in views and "cu_seqlens_q" not in views:
+        num_seqs, num_tokens = sizes["num_seqs"], sizes.get("num_tokens")
+        if num_tokens not in (None, num_seqs):
             raise InvalidArgument(
-                f"{source}: got {num_tokens} tokens, accepted is {sizes['num_seqs'][0]}: one for each sequence of "
-                "block_table, as cu_seqlens_q is None"
+                f"{_source('num_tokens', views)}: got {num_tokens} tokens, accepted is {num_seqs}: one for each "
+                "sequence of block_table, as cu_seqlens_q is None"
             )
     if "slot_mapping" in views:  # new tokens are written to the caches
         for name in ("k_cache", "v_cache"):
@@ -258,3 +252,8 @@ def _check_together(views: dict[str, ArrayView], sizes: dict[str, tuple[int, str
                 raise InvalidArgument(
                     f"{name}: got read-only memory although slot_mapping is given, accepted is writable"
                 )
+
+
+def _source(dim: str, views: dict[str, ArrayView]) -> str:
+    """The first array that has this dimension."""
+    return next(name for name in views if dim in _RULES[name].dims)

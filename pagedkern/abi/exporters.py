@@ -31,6 +31,8 @@ def describe(obj: object, name: str, *, stream: int | None = None) -> ArrayView:
         return _from_torch(obj, name, torch)
     if isinstance(obj, ArrayView):
         return obj
+    if isinstance(obj, type):  # a class has the methods, but no array
+        raise InvalidType(f"{name}: got the class {obj.__qualname__}, accepted is {ACCEPTED}")
     declined = None
     if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
         try:

@@ -171,21 +171,18 @@ typedef struct pagedkern_attention_params {
 #else
 #define PAGEDKERN_ASSERT_(name, condition) typedef char pagedkern_assert_##name[(condition) ? 1 : -1]
 #endif
-#if defined(__CUDACC_RTC__)
-#define PAGEDKERN_OFFSET_(type, field) __builtin_offsetof(type, field)
-#else
-#define PAGEDKERN_OFFSET_(type, field) offsetof(type, field)
-#endif
-#define PAGEDKERN_BATCH_AT_(field, bytes) \
-  PAGEDKERN_ASSERT_(batch_##field, PAGEDKERN_OFFSET_(pagedkern_batch, field) == (bytes))
-#define PAGEDKERN_PARAMS_AT_(field, bytes) \
-  PAGEDKERN_ASSERT_(params_##field, PAGEDKERN_OFFSET_(pagedkern_attention_params, field) == (bytes))
-
 PAGEDKERN_ASSERT_(pointers_of_8_bytes, sizeof(void *) == 8);
 PAGEDKERN_ASSERT_(i32_of_4_bytes, sizeof(pagedkern_i32) == 4 && sizeof(pagedkern_u32) == 4 && sizeof(float) == 4);
 PAGEDKERN_ASSERT_(i64_of_8_bytes, sizeof(pagedkern_i64) == 8);
 PAGEDKERN_ASSERT_(batch_size, sizeof(pagedkern_batch) == 272);
 PAGEDKERN_ASSERT_(params_size, sizeof(pagedkern_attention_params) == 64);
+
+/* The offsets, of fields that a shift before them would move. Not under NVRTC, whose versions agree on no offsetof. */
+#if !defined(__CUDACC_RTC__)
+#define PAGEDKERN_BATCH_AT_(field, bytes) \
+  PAGEDKERN_ASSERT_(batch_##field, offsetof(pagedkern_batch, field) == (bytes))
+#define PAGEDKERN_PARAMS_AT_(field, bytes) \
+  PAGEDKERN_ASSERT_(params_##field, offsetof(pagedkern_attention_params, field) == (bytes))
 PAGEDKERN_BATCH_AT_(version, 0);
 PAGEDKERN_BATCH_AT_(struct_size, 4);
 PAGEDKERN_BATCH_AT_(num_seqs, 8);
@@ -208,5 +205,6 @@ PAGEDKERN_PARAMS_AT_(sliding_window, 16);
 PAGEDKERN_PARAMS_AT_(causal, 24);
 PAGEDKERN_PARAMS_AT_(alibi_slopes, 32);
 PAGEDKERN_PARAMS_AT_(v_scale, 56);
+#endif
 
 #endif /* PAGEDKERN_ABI_H */

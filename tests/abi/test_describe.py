@@ -318,13 +318,19 @@ def test_what_exports_no_array(obj: object) -> None:
         describe(obj, "seq_lens")
 
 
+@pytest.mark.parametrize("kind", [CapsuleExporter, CudaArray, array])
+def test_a_class_is_no_array(kind: type) -> None:
+    with pytest.raises(InvalidType, match=rf"^q: got the class {kind.__name__}, accepted is a torch tensor"):
+        describe(kind, "q")
+
+
 @pytest.mark.parametrize(
     ("obj", "words"),
     [
         ((I32.__ctype_be__ * 2)() if sys.byteorder == "little" else (I32.__ctype_le__ * 2)(), "foreign byte order"),
         (memoryview(array("i", range(8)))[::2], "last dimension with a stride of 2 elements"),
         (memoryview(array("i", range(8)))[::-1], "last dimension with a stride of -1 elements"),
-        (array("u", "text"), "dtype format"),
+        (array("u" if sys.version_info < (3, 13) else "w", "text"), "dtype format"),
         ((ctypes.c_void_p * 2)(), "dtype format"),
         ((ctypes.c_longdouble * 2)(), "dtype format"),
         ((type("Pair", (ctypes.Structure,), {"_fields_": [("a", I32), ("b", I32)]}) * 2)(), "dtype format"),
