@@ -140,7 +140,7 @@ class BlockAllocator:
     @property
     def sequences(self) -> list[Sequence]:
         """All sequences that have not been freed, in the order of their creation."""
-        return list(self._core.live.values())
+        return [seq for _, seq in sorted(self._core.live.items())]
 
     # Sequences.
 

@@ -74,13 +74,17 @@ class Core:
             raise StaleSequence(f"{name}: sequence {seq.id} belongs to another allocator")
         if seq._state is not state:
             raise StaleSequence(f"{name}: sequence {seq.id} is {seq.state}, accepted is one that is {state.value}")
+        self.detach(seq)
+        self.undo.append((seq._restore, seq._saved()))
+        return seq
+
+    def detach(self, seq: Sequence) -> None:
+        """Take a sequence out of its cohort, which thereby ends: its own record is what counts now."""
         cohort = seq._cohort
         if cohort is not None:
             if cohort.active:
                 cohort.stop()
             seq._sync()
-        self.undo.append((seq._restore, seq._saved()))
-        return seq
 
     def own_all(self, seqs: object, state: State = State.LIVE) -> list[Sequence]:
         """`own` for each sequence of a batch, which must not name one twice."""
@@ -119,9 +123,9 @@ class Core:
         plan._held += blocks
 
     def give_up(self, seq: Sequence, blocks: array[int]) -> None:
-        """Release blocks of a sequence, behind a fence if a plan in flight reads or writes them."""
-        if seq._pending:
-            self.fence(seq._pending[-1], [b for b in blocks if b >= 0])
+        """Release blocks of a sequence, behind the fences of the plans in flight that read or write them."""
+        for plan in seq._pending:
+            self.fence(plan, [b for b in reversed(blocks) if b >= 0])
         self.pool.release(blocks, seq._priority)
 
     def cache(self, seq: Sequence) -> None:

@@ -124,9 +124,16 @@ class BlockPool:
         owned = [b for b in reversed(blocks) if b >= 0]
         for b in owned:
             refs[b] = r = refs[b] - 1
-            if not r and b not in holds:
+            if r:
+                continue
+            if b in holds:
+                self._set_level(b, level)
+            else:
                 (blank if keys[b] is None else idle).append(b)
         self._undo.append((self._unrelease, (owned,)))
+        if level or self._level:
+            for b in idle:
+                self._set_level(b, level)
         self._give(blank, idle, level)
 
     def _unrelease(self, blocks: list[int]) -> None:
@@ -134,29 +141,28 @@ class BlockPool:
             self.refs[b] += 1
 
     def _give(self, blank: list[int], idle: list[int], level: int) -> None:
-        """Make blocks free: blank ones, and idle ones from the least to the most recently used."""
+        """Make blocks free: blank ones, and idle ones of one level from the least to the most recently used."""
         if blank:
             self._blank.extend(blank)
             self._undo.append((self._ungive, (len(blank),)))
         if idle:
-            if level or self._level:
-                self._set_levels(idle, level)
             self._idle[level].push(idle)
             self._undo.append((self._idle[level].unpush, (len(idle),)))
 
     def _ungive(self, count: int) -> None:
         del self._blank[len(self._blank) - count :]
 
-    def _set_levels(self, blocks: list[int], level: int) -> None:
-        for b in blocks:
-            self._undo.append((self._unset_level, (b, self._level.get(b, 0))))
-            self._unset_level(b, level)
+    def _set_level(self, b: int, level: int) -> None:
+        before = self._level.get(b, 0)
+        if before != level:
+            self._undo.append((self._put_level, (b, before)))
+            self._put_level(b, level)
 
-    def _unset_level(self, b: int, level: int) -> None:
+    def _put_level(self, b: int, level: int) -> None:
         if level:
             self._level[b] = level
         else:
-            self._level.pop(b, None)
+            del self._level[b]
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Fence owned blocks: until `unhold`, they are not handed out to anybody else, even when nobody owns them."""
@@ -170,16 +176,16 @@ class BlockPool:
         else:
             self.holds[b] -= 1
 
-    def unhold(self, blocks: Iterable[int], level: int = 0) -> None:
-        """Take one fence from each block; those that nobody owns or fences any more become free."""
-        blank: list[int] = []
-        idle: list[int] = []
+    def unhold(self, blocks: Iterable[int]) -> None:
+        """Take one fence from each block; those that nobody owns or fences any more become free, in this order."""
         for b in blocks:
             self._unhold(b)
             self._undo.append((self._rehold, (b,)))
             if b not in self.holds and not self.refs[b]:
-                (blank if self.prefix.keys[b] is None else idle).append(b)
-        self._give(blank, idle, level)
+                if self.prefix.keys[b] is None:
+                    self._give([b], [], 0)
+                else:
+                    self._give([], [b], self._level.get(b, 0))
 
     def _rehold(self, b: int) -> None:
         self.holds[b] = self.holds.get(b, 0) + 1

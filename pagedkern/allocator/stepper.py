@@ -40,9 +40,11 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], *, lookahead: i
         if missing > 0:
             seq._blocks.extend([next(fresh) for _ in range(missing)])
             seq._dirty = True
-        written_to = -(-row.end // size)
-        if written_to >= seq._private:
-            seq._private = min(seq._private, max(row.start, seq._present) // size)
+        if -(-row.end // size) >= seq._private:
+            first = max(row.start, seq._present) // size
+            # What is written is the writer's own; but the source of a copy in flight is shared again by `abort`.
+            while seq._private > first and seq._blocks[seq._private - 1] not in core.pool.holds:
+                seq._private -= 1
         seq._scheduled = row.end
         if growing:
             seq._length = row.end
@@ -149,10 +151,13 @@ def abort(core: Core, step: Step) -> None:
     """The step will not run: its tokens are gone, what it copied on write is shared again, its new blocks are free."""
     rows = live_rows(step)
     for row in rows:
+        core.detach(row.seq)
         if row.seq._pending[-1] is not step:
             raise InvalidArgument(
                 f"step: {row.seq._pending[-1].id} comes after {step.id} for sequence {row.seq.id}, abort that first"
             )
+    if any(row.cows for row in rows):
+        core.settle_cohorts()  # a block that is shared again may be the last one of a sequence on the fast path
     _save(core, step, rows)
     for row in rows:
         seq = row.seq

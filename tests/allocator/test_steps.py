@@ -1,0 +1,213 @@
+"""Steps as an engine sees them: buffers that others take without a copy, and what stays valid for how long."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from array import array
+
+import pytest
+
+from pagedkern.allocator import BlockAllocator, Sequence, Step
+
+
+def batch(allocator: BlockAllocator, lengths: list[int]) -> list[Sequence]:
+    seqs = [allocator.create([100 * i + j for j in range(n)]) for i, n in enumerate(lengths)]
+    allocator.commit(allocator.prefill(seqs))
+    return seqs
+
+
+def test_buffers_go_to_torch_without_a_copy() -> None:
+    torch = pytest.importorskip("torch", reason="torch takes the buffers")
+    allocator = BlockAllocator(32, 4)
+    seqs = batch(allocator, [5, 9])
+    step = allocator.append(seqs, [1, 2])
+    table = torch.frombuffer(step.block_table, dtype=torch.int32).view(step.num_seqs, step.row_stride)
+    assert [row[: len(s.block_ids)] for row, s in zip(table.tolist(), seqs, strict=True)] == [s.block_ids for s in seqs]
+    buffers = {torch.int64: [step.slot_mapping], torch.int32: [step.seq_lens, step.cu_seqlens_q]}
+    for buffer, dtype in [(buffer, dtype) for dtype, items in buffers.items() for buffer in items]:
+        tensor = torch.frombuffer(buffer, dtype=dtype)
+        assert tensor.tolist() == list(buffer)
+        tensor[0] += 1
+        assert tensor.tolist() == list(buffer), "the same memory"
+
+
+def test_buffers_go_to_c_without_a_copy() -> None:
+    allocator = BlockAllocator(32, 4)
+    seqs = batch(allocator, [5, 9])
+    allocator.fork(seqs[0])
+    step = allocator.append(seqs, [1, 2])
+    width = step.row_stride
+    table = (ctypes.c_int32 * (2 * width)).from_buffer(step.block_table)
+    assert list(table[:3]) == [*seqs[0].block_ids, -1]
+    for items, kind in (
+        (step.slot_mapping, ctypes.c_int64),
+        (step.seq_lens, ctypes.c_int32),
+        (step.cu_seqlens_q, ctypes.c_int32),
+        (step.copies.src, ctypes.c_int64),
+        (step.copies.dst, ctypes.c_int64),
+    ):
+        assert list((kind * len(items)).from_buffer(items)) == list(items)
+    assert len(step.copies) == 1
+    assert (step.copies.src, step.copies.dst) == step.moves[0][1:]
+    assert (step.block_table.format, step.block_table.shape, step.block_table.strides) == (
+        "i",
+        (2, width),
+        (4 * width, 4),
+    )
+
+
+def test_itemsizes() -> None:
+    assert (array("i").itemsize, array("q").itemsize) == (4, 8)
+
+
+def test_a_prompt_in_chunks() -> None:
+    allocator = BlockAllocator(32, 4)
+    seqs = [allocator.create(list(range(6))), allocator.create(list(range(50, 57))), allocator.create(3)]
+    step = allocator.prefill(seqs, 8)
+    assert list(step.seqs) == seqs[:2], "the third gets nothing"
+    assert list(step.seq_lens) == [6, 2]
+    assert list(step.cu_seqlens_q) == [0, 6, 8]
+    assert step.max_seqlen_q == 6
+    a, b = seqs[0].block_ids, seqs[1].block_ids
+    slots = [*range(4 * a[0], 4 * a[0] + 4), *range(4 * a[1], 4 * a[1] + 2), 4 * b[0], 4 * b[0] + 1]
+    assert list(step.slot_mapping) == slots
+    rest = allocator.prefill(seqs[1:], 100)
+    assert list(rest.seq_lens) == [7, 3]
+    assert list(rest.cu_seqlens_q) == [0, 5, 8]
+    assert list(rest.slot_mapping)[:2] == [4 * b[0] + 2, 4 * b[0] + 3]
+    allocator.commit(step)
+    allocator.commit(rest)
+    assert [s.num_computed_tokens for s in seqs] == [6, 7, 3]
+
+
+def test_several_tokens_at_once() -> None:
+    allocator = BlockAllocator(32, 4)
+    seqs = batch(allocator, [3, 4])
+    step = allocator.append(seqs, [[1, 2, 3], [4]])
+    assert list(step.cu_seqlens_q) == [0, 3, 4]
+    assert list(step.seq_lens) == [6, 5]
+    first, second = seqs[0].block_ids, seqs[1].block_ids
+    assert list(step.slot_mapping) == [4 * first[0] + 3, 4 * first[1], 4 * first[1] + 1, 4 * second[1]]
+
+
+def copied(step: Step) -> tuple[list[object], ...]:
+    return step.block_table.tolist(), list(step.seq_lens), list(step.slot_mapping), list(step.cu_seqlens_q)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 16])
+def test_what_a_step_reads_never_changes(size: int) -> None:
+    allocator = BlockAllocator(400, size)
+    seqs = batch(allocator, [3, 4, 5, 6, 17])
+    steps = []
+    for token in range(40):
+        step = allocator.append(seqs, [token] * 5)
+        steps.append((step, copied(step)))
+        if token % 2:
+            allocator.commit(steps[-2][0])
+            allocator.commit(step)
+    allocator.fork(seqs[2])
+    allocator.truncate(seqs[1], 5)
+    allocator.free(seqs[0])
+    allocator.append(seqs[1:], [1] * 4)
+    for step, (table, seq_lens, slots, cu) in steps:
+        assert (list(step.seq_lens), list(step.slot_mapping), list(step.cu_seqlens_q)) == (seq_lens, slots, cu)
+        for row, length in enumerate(seq_lens):
+            used = -(-length // size)
+            assert step.block_table.tolist()[row][:used] == table[row][:used]
+
+
+def test_callers_may_overwrite_what_belongs_to_their_step_alone() -> None:
+    allocator = BlockAllocator(64, 4)
+    seqs = batch(allocator, [3, 6])
+    for token in range(12):
+        step = allocator.append(seqs, [token, token])
+        assert list(step.seq_lens) == [4 + token, 7 + token]
+        assert [slot % 4 for slot in step.slot_mapping] == [(3 + token) % 4, (6 + token) % 4]
+        step.seq_lens[0] = step.slot_mapping[0] = -7
+    allocator.check()
+
+
+def test_changed_rows_are_few() -> None:
+    allocator = BlockAllocator(400, 16)
+    seqs = batch(allocator, [16 + i for i in range(16)])
+    allocator.append(seqs, [0] * 16)
+    changes = []
+    for token in range(64):
+        step = allocator.append(seqs, [token] * 16)
+        assert step.base == step.id - 1
+        changes.append(len(step.changed_rows))
+    assert changes == [1] * 64, "each sequence begins a block every 16 tokens"
+    (fork,) = allocator.fork(seqs[3])
+    seqs[5] = fork
+    step = allocator.append(seqs, [1] * 16)
+    assert step.base == step.id - 1
+    assert set(step.changed_rows) <= {3, 5, *[i for i, s in enumerate(seqs) if s.num_tokens % 16 == 1]}
+
+
+def test_the_slow_and_the_fast_path_give_the_same() -> None:
+    outcomes = []
+    for fast in (True, False):
+        allocator = BlockAllocator(200, 4)
+        seqs = batch(allocator, [3, 4, 5, 9])
+        seen = []
+        for token in range(30):
+            step = allocator.append(seqs if fast else tuple(seqs), [token + i for i in range(4)])
+            seen.append((copied(step)[1:], [s.block_ids for s in seqs], [s.num_tokens for s in seqs], repr(seqs[0])))
+            allocator.commit(step)
+            allocator.check()
+        for seq in seqs:
+            allocator.free(seq)
+        hits = allocator.create([*range(3), *range(30)]).num_cached_tokens
+        outcomes.append((seen, hits, allocator.num_cached_blocks))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1] == 32
+
+
+def test_mixed_batches_of_known_and_unknown_tokens() -> None:
+    allocator = BlockAllocator(64, 4)
+    known, unknown = batch(allocator, [6])[0], allocator.create(6)
+    allocator.commit(allocator.prefill([unknown]))
+    for token in range(10):
+        allocator.commit(allocator.append([known, unknown], [token, token]))
+    for _ in range(10):
+        allocator.commit(allocator.append([known]))
+    allocator.check()
+    allocator.free(known)
+    assert allocator.create([*range(6), *range(10), 0]).num_cached_tokens == 16
+
+
+def test_two_batches_in_turn_stay_fast() -> None:
+    allocator = BlockAllocator(64, 4)
+    left, right = batch(allocator, [3, 5]), batch(allocator, [4])
+    for token in range(9):
+        for seqs in (left, right):
+            allocator.commit(allocator.append(seqs, [token] * len(seqs)))
+        allocator.check()
+    assert len(allocator._core.cohorts) == 2
+
+
+def test_reading_a_sequence_does_not_end_the_fast_path() -> None:
+    allocator = BlockAllocator(64, 4)
+    seqs = batch(allocator, [3, 5])
+    for token in range(9):
+        step = allocator.append(seqs, [token] * 2)
+        assert [s.num_tokens for s in seqs] == [4 + token, 6 + token]
+        assert [s.num_computed_tokens for s in seqs] == [3 + token, 5 + token]
+        allocator.commit(step)
+        assert [s.num_computed_tokens for s in seqs] == [4 + token, 6 + token]
+    assert len(allocator._core.cohorts) == 1
+
+
+def test_the_allocator_needs_the_standard_library_only() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'numba', 'triton', 'cupy'): sys.modules[name] = None\n"
+        "from pagedkern import BlockAllocator\n"
+        "a = BlockAllocator(8, 4); s = a.create([1, 2, 3]); a.commit(a.prefill([s])); a.commit(a.append([s], [4]))\n"
+        "third = {m.split('.')[0] for m in sys.modules} - set(sys.stdlib_module_names) - {'pagedkern', '__main__'}\n"
+        "print(sorted(m for m in third if sys.modules.get(m) and not m.startswith(('_', 'sitecustomize'))))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"

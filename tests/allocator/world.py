@@ -1,0 +1,442 @@
+"""An allocator and its naive model side by side, with a shadow cache that holds what a real cache would.
+
+Every action is done to both, then everything that can be seen is compared, `check()` is run, and every sequence's
+tokens are read back through its block table. Actions take plain numbers, so that hypothesis or a seeded generator can
+drive them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from pagedkern.allocator import BlockAllocator, Plan, Sequence, Step
+from pagedkern.errors import InvalidArgument, OutOfBlocks, StaleSequence
+from reference import allocator_model as naive
+
+PROMPTS = [[(t * i * i + i // 3) % 3 for i in range(64)] for t in range(3)]  # with common beginnings and different ends
+SALTS = [None, "tenant", b"tenant", 7]
+
+
+class Undo(Exception):
+    """Leaves a transaction."""
+
+
+@dataclass(eq=False)
+class Pair:
+    """One sequence in the allocator and in the model."""
+
+    real: Sequence
+    model: naive.Seq
+    tokens: list[int]  # the true ids, whether or not the allocator was told
+
+    def values(self) -> list[int]:
+        """What the cache must hold at each position: it depends on all tokens up to there."""
+        value, values = 0, []
+        for token in self.tokens:
+            value = hash((value, token))
+            values.append(value)
+        return values
+
+
+@dataclass(eq=False)
+class Flight:
+    """A step in flight. `work` says what it computes: for each row (pair, values when it was made, start, end)."""
+
+    real: Plan
+    model: naive.Plan
+    work: list[tuple[Pair, list[int], int, int]]
+    executed: bool = False
+
+
+def fingerprint(allocator: BlockAllocator) -> object:
+    """All that an operation may change, to see that a failed one has changed nothing."""
+    core = allocator._core
+    for seq in core.live.values():
+        core.detach(seq)  # on the fast path, records are derived: settle them to compare
+    return (
+        list(core.pool.refs),
+        dict(core.pool.holds),
+        core.pool.free_blocks(),
+        dict(core.prefix.items()),
+        {b: core.prefix.nodes[b] for b in dict(core.prefix.items()).values()},
+        [(s.id, s.state, s._blocks[:], s._tokens[:], *s._saved()[4:], s._root, s._salt) for s in allocator.sequences],
+        sorted(core.in_flight),
+        sorted((p.id, p.state, p._held[:]) for p in core.in_flight.values()),
+    )
+
+
+@dataclass
+class World:
+    num_blocks: int = 24
+    block_size: int = 4
+    caching: bool = True
+    watermark: float = 0.0
+    transactions: bool = True
+    pairs: list[Pair] = field(default_factory=list)
+    flights: list[Flight] = field(default_factory=list)
+    dead: list[Sequence] = field(default_factory=list)
+    cache: dict[int, int] = field(default_factory=dict)  # slot: value
+    tables: dict[int, list[list[int]]] = field(
+        default_factory=dict
+    )  # the last block table of append, as a device has it
+    last_batch: list[Pair] = field(default_factory=list)
+    broken: set[Pair] = field(
+        default_factory=set
+    )  # freed, and then one of its steps was aborted: later ones read garbage
+    inside: bool = False  # a transaction
+
+    def __post_init__(self) -> None:
+        self.real = BlockAllocator(
+            self.num_blocks, self.block_size, prefix_caching=self.caching, watermark=self.watermark
+        )
+        self.model = naive.Model(self.num_blocks, self.block_size, self.caching, int(self.watermark * self.num_blocks))
+
+    # Choosing.
+
+    def prompt(self, a: int, b: int) -> list[int]:
+        base = PROMPTS[a % 3]
+        length = b % 40
+        tail = [] if a % 5 else [b % 7, a % 7]
+        return (base[:length] + tail)[:40]
+
+    def pick(self, a: int) -> Pair | None:
+        return self.pairs[a % len(self.pairs)] if self.pairs else None
+
+    def ready(self, a: int) -> list[Pair]:
+        """Some sequences that may be appended to, in some order."""
+        able = [p for p in self.pairs if p.model.scheduled == len(p.model.tokens)]
+        chosen = [p for i, p in enumerate(able) if a >> i & 1]
+        return chosen[::-1] if a & 1 else chosen
+
+    # Doing.
+
+    def attempt(self, model: Callable[[], object], real: Callable[[], object]) -> tuple[object, object] | None:
+        """Do it to both. They must agree on whether there is room; without room nothing may change."""
+        try:
+            expected = model()
+        except naive.NoRoom:
+            before = fingerprint(self.real)
+            with pytest.raises(OutOfBlocks):
+                real()
+            assert fingerprint(self.real) == before
+            return None
+        return expected, real()
+
+    def refused(self, error: type[Exception], real: Callable[[], object]) -> None:
+        before = fingerprint(self.real)
+        with pytest.raises(error):
+            real()
+        assert fingerprint(self.real) == before
+
+    def create(self, a: int, b: int, c: int) -> None:
+        tokens, salt, level = self.prompt(a, b), SALTS[c % 8 // 4 * (c % 4)], c // 8 % 4
+        verdict = self.model.verdict(tokens, salt)
+        assert self.real.can_allocate(tokens, salt=salt).value == verdict
+        done = self.attempt(
+            lambda: self.model.create(tokens, salt, level),
+            lambda: self.real.create(tokens, salt=salt, priority=level),
+        )
+        if done:
+            self.pairs.append(Pair(done[1], done[0], list(tokens)))  # type: ignore[arg-type]
+        else:
+            assert verdict != "ok"
+
+    def create_count(self, a: int, b: int, c: int) -> None:
+        count = a % 30
+        assert self.real.can_allocate(count).value == self.model.verdict(count)
+        done = self.attempt(lambda: self.model.create(count), lambda: self.real.create(count))
+        if done:
+            self.pairs.append(Pair(done[1], done[0], [b % 5] * count))  # type: ignore[arg-type]
+
+    def prefill(self, a: int, b: int, c: int) -> None:
+        able = [p for p in self.pairs if p.model.scheduled < len(p.model.tokens)]
+        chosen = [p for i, p in enumerate(able) if a >> i & 1]
+        budget = b % 20 + 1 if c & 1 else None
+        done = self.attempt(
+            lambda: self.model.prefill([p.model for p in chosen], budget),
+            lambda: self.real.prefill([p.real for p in chosen], budget),
+        )
+        if done:
+            self.launched(*done, self.batch_of(done[0]), growing=False)  # type: ignore[arg-type]
+
+    def append(self, a: int, b: int, c: int) -> None:
+        self._append(self.ready(a), [[(b + i) % 3] for i in range(len(self.pairs))])
+
+    def append_known(self, a: int, b: int, c: int) -> None:
+        """Continue as one of the prompts does, so that what is generated can be found later."""
+        chosen = self.ready(a)
+        self._append(chosen, [[PROMPTS[b % 3][len(p.tokens) % 64]] for p in chosen])
+
+    def append_again(self, a: int, b: int, c: int) -> None:
+        """The same batch as before, several times: the fast path."""
+        for i in range(a % 12):
+            batch = self.last_batch
+            if any(p not in self.pairs or p.model.scheduled < len(p.model.tokens) for p in batch):
+                return
+            self._append(batch, [[(b + i + j) % 3] for j in range(len(batch))])
+            if c >> i & 1:
+                self.drain(0, b, 0)
+            self.compare()
+
+    def append_many(self, a: int, b: int, c: int) -> None:
+        chosen = self.ready(a)
+        self._append(chosen, [[(b >> i) % 3] * ((c >> i) % 6 + 1) for i in range(len(chosen))])
+
+    def append_unknown(self, a: int, b: int, c: int) -> None:
+        chosen = self.ready(a)
+        count = b % 3 + 1
+        self._append(chosen, [[c % 5] * count] * len(chosen), told=False, count=count)
+
+    def append_ahead(self, a: int, b: int, c: int) -> None:
+        chosen = self.ready(a)
+        self._append(chosen, [[c % 3]] * len(chosen), lookahead=b % 9)
+
+    def _append(
+        self, chosen: list[Pair], tokens: list[list[int]], told: bool = True, count: int = 1, lookahead: int = 0
+    ) -> None:
+        tokens = tokens[: len(chosen)]
+        given = (tokens if any(len(t) != 1 for t in tokens) else [t[0] for t in tokens]) if told else None
+        done = self.attempt(
+            lambda: self.model.append(
+                [p.model for p in chosen], [list(t) if told else [None] * len(t) for t in tokens], lookahead
+            ),
+            lambda: self.real.append([p.real for p in chosen], given, num_tokens=count, lookahead=lookahead),
+        )
+        if done:
+            for pair, new in zip(chosen, tokens, strict=True):
+                pair.tokens += new
+            self.last_batch = chosen
+            self.launched(*done, chosen, growing=True)  # type: ignore[arg-type]
+
+    def fork(self, a: int, b: int, c: int) -> None:
+        pair = self.pick(a)
+        if pair:
+            for real in self.real.fork(pair.real, b % 3):
+                self.pairs.append(Pair(real, self.model.fork(pair.model), list(pair.tokens)))
+
+    def truncate(self, a: int, b: int, c: int) -> None:
+        pair = self.pick(a)
+        if pair:
+            length = max(0, len(pair.tokens) - b % 7) if c % 4 else b % (len(pair.tokens) + 1)
+            self.real.truncate(pair.real, length)
+            self.model.truncate(pair.model, length)
+            del pair.tokens[length:]
+
+    def free(self, a: int, b: int, c: int) -> None:
+        pair = self.pick(a)
+        if pair:
+            self.real.free(pair.real)
+            self.model.free(pair.model)
+            self.pairs.remove(pair)
+            self.dead.append(pair.real)
+
+    def commit(self, a: int, b: int, c: int) -> None:
+        if not self.flights:
+            return
+        flight = self.flights[a % len(self.flights) if b % 4 == 0 else 0]
+        if self.inside and not flight.executed:
+            return
+        if any(row.seq.live and row.seq.pending[0] is not flight.model for row in flight.model.rows):
+            self.refused(InvalidArgument, lambda: self.real.commit(flight.real))
+            return
+        self.execute(flight)
+        self.real.commit(flight.real)
+        self.model.commit(flight.model)
+        self.flights.remove(flight)
+        with pytest.raises(InvalidArgument):
+            self.real.commit(flight.real)
+
+    def drain(self, a: int, b: int, c: int) -> None:
+        """Commit all that is in flight, or all but the last, oldest first."""
+        for flight in self.flights[: len(self.flights) - b % 2]:
+            self.commit(self.flights.index(flight), 0, 0)
+
+    def abort(self, a: int, b: int, c: int) -> None:
+        if not self.flights:
+            return
+        flight = self.flights[a % len(self.flights) if b % 3 == 0 else -1]
+        if any(row.seq.live and row.seq.pending[-1] is not flight.model for row in flight.model.rows):
+            self.refused(InvalidArgument, lambda: self.real.abort(flight.real))
+            return
+        if c % 2 and not self.inside:
+            self.execute(flight)  # it did run, and its results are thrown away
+        self.broken |= {pair for pair, *_ in flight.work if not pair.model.live}
+        self.real.abort(flight.real)
+        self.model.abort(flight.model)
+        self.flights.remove(flight)
+        for pair in self.pairs:
+            del pair.tokens[len(pair.model.tokens) :]
+
+    def stale(self, a: int, b: int, c: int) -> None:
+        other = BlockAllocator(4, 4)
+        foreign = other.create(3)
+        old = self.dead[a % len(self.dead)] if self.dead and b % 3 else foreign
+        for call in (
+            lambda: self.real.free(old),
+            lambda: self.real.fork(old),
+            lambda: self.real.truncate(old, 0),
+            lambda: self.real.append([*(p.real for p in self.ready(c)), old]),
+            lambda: self.real.prefill([old]),
+        ):
+            self.refused(StaleSequence, call)
+
+    def transaction(self, a: int, b: int, c: int) -> None:
+        """Some actions that are then all undone."""
+        if self.inside or not self.transactions:
+            return
+        kept = copy.deepcopy((self.model, [p.model for p in self.pairs], [f.model for f in self.flights]))
+        pairs = [(p, list(p.tokens)) for p in self.pairs]
+        others = list(self.flights), list(self.dead), list(self.last_batch), dict(self.tables)
+        before = fingerprint(self.real)
+        actions = ("create", "prefill", "append", "append_many", "fork", "truncate", "free", "commit", "abort")
+        self.inside = True
+        with pytest.raises(Undo), self.real.transaction():
+            self.some_of(actions, a, b, c)
+        self.inside = False
+        assert fingerprint(self.real) == before
+        for pair in self.pairs:
+            if pair not in [p for p, _ in pairs]:
+                assert pair.real.state == "freed"
+        self.flights, self.dead, self.last_batch, self.tables = others
+        self.model, models, plans = kept
+        self.pairs = [p for p, _ in pairs]
+        for (pair, tokens), model in zip(pairs, models, strict=True):
+            pair.tokens, pair.model = tokens, model
+        for flight, plan in zip(self.flights, plans, strict=True):
+            flight.model = plan
+
+    def some_of(self, actions: tuple[str, ...], a: int, b: int, c: int) -> None:
+        for i in range(b % 5):
+            getattr(self, actions[(a + i * c) % len(actions)])(a + i, b + i, c + i)
+            self.compare()
+        raise Undo
+
+    # Steps.
+
+    def batch_of(self, plan: naive.Plan) -> list[Pair]:
+        return [next(p for p in self.pairs if p.model is row.seq) for row in plan.rows]
+
+    def launched(self, plan: naive.Plan, step: Step, batch: list[Pair], growing: bool) -> None:
+        """Check every buffer of a new step against the model."""
+        size = self.block_size
+        assert list(step.seqs) == [p.real for p in batch]
+        assert list(step.seq_lens) == [row.end for row in plan.rows]
+        counts = [row.end - row.start for row in plan.rows]
+        assert list(step.cu_seqlens_q) == [sum(counts[:i]) for i in range(len(counts) + 1)]
+        assert step.max_seqlen_q == max(counts, default=0)
+        assert step.num_tokens == sum(counts)
+        assert len(step.copies) == len(plan.copies)
+        table = step.block_table.tolist() if batch else []
+        for pair, entries in zip(batch, table, strict=True):
+            ids = pair.real.block_ids
+            assert entries == ids + [-1] * (len(entries) - len(ids))
+        if growing:
+            if step.base is None:
+                assert list(step.changed_rows) == list(range(len(batch)))
+            device = [list(entries) for entries in self.tables[step.base]] if step.base is not None else table
+            for row in step.changed_rows:
+                device[row] = table[row]
+            assert device == table
+            self.tables = {step.id: table, **dict(list(self.tables.items())[:99])}
+        slots = []
+        for pair, row, entries in zip(batch, plan.rows, table, strict=True):
+            for position in range(row.start, row.end):
+                there = position < pair.model.present
+                slots.append(-1 if there else entries[position // size] * size + position % size)
+        work = [(p, p.values(), row.start, row.end) for p, row in zip(batch, plan.rows, strict=True)]
+        if sum(slots) % 2:  # otherwise they are made when the step runs
+            assert list(step.slot_mapping) == slots
+        self.flights.append(Flight(step, plan, work))
+
+    def execute(self, flight: Flight) -> None:
+        """Carry out the plans up to this one, in the order in which they were made."""
+        for other in self.flights:
+            if not other.executed:
+                self.run(other)
+                other.executed = True
+            if other is flight:
+                return
+
+    def run(self, flight: Flight) -> None:
+        step, size = flight.real, self.block_size
+        assert isinstance(step, Step)
+        for kind, src, dst in step.moves:
+            assert kind == "copy"
+            assert len(set(dst)) == len(dst)
+            contents = [[self.cache.get(s * size + i) for i in range(size)] for s in src]
+            for d, values in zip(dst, contents, strict=True):
+                for i, value in enumerate(values):
+                    self.put(d * size + i, value)
+        slots = iter(step.slot_mapping)
+        for _, values, start, end in flight.work:
+            for position in range(start, end):
+                slot = next(slots)
+                if slot >= 0:
+                    self.put(slot, values[position])
+        for i, (pair, values, _, end) in enumerate(flight.work):
+            for position in range(0 if pair not in self.broken else end, end):
+                block = step.block_table[i, position // size]
+                assert self.cache.get(block * size + position % size) == values[position], (
+                    f"step {step.id}, row {i}, position {position}: reads what is not its own"
+                )
+
+    def put(self, slot: int, value: int | None) -> None:
+        if value is None:
+            self.cache.pop(slot, None)
+        else:
+            self.cache[slot] = value
+
+    # Comparing.
+
+    def compare(self) -> None:
+        self.real.check()
+        assert self.real.num_free_blocks == self.model.num_free
+        assert self.real.num_cached_blocks == self.model.num_cached
+        ids: dict[naive.Block, int] = {}
+        for pair in self.pairs:
+            real, model = pair.real, pair.model
+            assert real.num_tokens == len(model.tokens) == len(pair.tokens)
+            assert real.num_computed_tokens == model.computed
+            assert real.num_cached_tokens == model.cached
+            table = real.block_ids
+            assert len(table) == len(model.blocks)
+            for b, block in zip(table, model.blocks, strict=True):
+                assert (b < 0) == (block is None)
+                if block is not None:
+                    assert ids.setdefault(block, b) == b
+            self.read_back(pair, table)
+        assert len(set(ids.values())) == len(ids)
+
+    def read_back(self, pair: Pair, table: list[int]) -> None:
+        waiting = [f for f in self.flights if not f.executed and f.model in pair.model.pending]
+        if waiting:
+            return
+        values, size = pair.values(), self.block_size
+        for position in range(pair.model.computed):
+            b = table[position // size]
+            assert b < 0 or self.cache.get(b * size + position % size) == values[position]
+
+
+ACTIONS = (
+    "create",
+    "create_count",
+    "prefill",
+    "append",
+    "append_known",
+    "append_again",
+    "append_many",
+    "append_unknown",
+    "append_ahead",
+    "fork",
+    "truncate",
+    "free",
+    "commit",
+    "drain",
+    "abort",
+    "stale",
+    "transaction",
+)
