@@ -47,7 +47,8 @@ def check_write(
     inputs = [x.clone() for x in (k, v, slot_mapping)]
 
     before = [bits(x).clone() for x in buffers]
-    pagedkern.write_kv(k, v, k_cache, v_cache, slot_mapping, backend=target.name, **scales)
+    with target.threads():
+        pagedkern.write_kv(k, v, k_cache, v_cache, slot_mapping, backend=target.name, **scales)
 
     for name, x, cache, expected in (("k", k, k_cache, want[0]), ("v", v, v_cache, want[1])):
         scale = scales.get(f"{name}_scale")
@@ -105,7 +106,8 @@ def check_copy(target: Target, caches: list[Tensor], src: Sequence[int], dst: Se
     """Destinations equal what the sources were before; everything else is as before."""
     ids = [torch.tensor(x, dtype=torch.int64, device=target.device) for x in (src, dst)]
     want = oracle.copy_blocks([bits(c) for c in caches], *ids)
-    pagedkern.copy_blocks(caches, *ids, backend=target.name)
+    with target.threads():
+        pagedkern.copy_blocks(caches, *ids, backend=target.name)
     for i, (cache, expected) in enumerate(zip(caches, want, strict=True)):
         assert torch.equal(bits(cache).contiguous(), expected), f"caches[{i}] differs after {src} -> {dst}"
     assert [x.tolist() for x in ids] == [list(src), list(dst)], "the ids were written to"

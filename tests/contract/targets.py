@@ -7,7 +7,7 @@ a target that is not in `MAY_REFUSE` may refuse nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,6 +38,10 @@ MAY_REFUSE: dict[str, Callable[[Problem], bool]] = {
 }
 
 
+THREADS = {"cpu": 2}
+"""Backends that split a call over the threads of torch, and over how many the tests let them."""
+
+
 class Refused(Exception):
     """The backend refused the call, with the reason of its `supports()`, and may do so. Ends the check that asked."""
 
@@ -63,9 +67,13 @@ class Target:
         self.check_support(call)
         if self.config is not None:
             options.setdefault("config", self.config)
-        with poisoned_memory():
+        with poisoned_memory(), self.threads():
             out, lse = pagedkern.paged_attention(**call.args, return_lse=True, backend=self.name, **options)
         return Result(out, lse)
+
+    def threads(self) -> AbstractContextManager[None]:
+        """As many threads as the backend is to use. Everything else runs on one: many small tensors, shared cores."""
+        return torch_threads(THREADS.get(self.name, 1))
 
     def check_support(self, call: Call) -> None:
         """Raise `Refused` if the backend says that it cannot do this, having asserted that it says so properly."""
@@ -104,6 +112,16 @@ def _devices(name: str, emulated: bool) -> list[str]:
     if name == "reference":
         return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return ["cuda"]
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

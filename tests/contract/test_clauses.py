@@ -19,7 +19,7 @@ from tests.contract.checks import (
     clause,
 )
 from tests.contract.problems import Spec, build, contents
-from tests.contract.targets import Target
+from tests.contract.targets import Result, Target, torch_threads
 
 SPECS = {
     "decode": Spec(seq_lens=(1, 0, 17, 90)),
@@ -146,6 +146,22 @@ DIMS: list[dict[str, Any]] = [
 def test_nothing_beside_head_dims_that_are_no_power_of_two(target: Target, dims: dict[str, Any], q_dtype: str) -> None:
     for query_lens in (None, (1, 7, 3)):
         check_whole(target, Spec(seq_lens=(1, 20, 33), query_lens=query_lens, q_dtype=q_dtype, **dims), "odd")
+
+
+@pytest.mark.parametrize("name", ["decode_split", "mixed_window", "prefill", "half"])
+def test_threads_change_nothing(target: Target, name: str) -> None:
+    """How a call is spread over threads decides its speed, not one bit of its result."""
+
+    @clause
+    def check() -> None:
+        call = build(SPECS[name], device=target.device)
+        want = target.attend(call)
+        for number in (1, 2, 3, 5):
+            with torch_threads(number):
+                out, lse = pagedkern.paged_attention(**call.args, return_lse=True, backend=target.name)
+            assert_same(Result(out, lse), want, f"{number} threads")
+
+    check()
 
 
 def test_runs_are_repeatable(target: Target) -> None:
