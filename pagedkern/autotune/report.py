@@ -260,9 +260,10 @@ def _notes(outcome: Outcome, every: bool) -> Iterator[str]:
     elif verdict.best is None or verdict.gain is None:
         yield f"Not decided: the finals had {len(log.finals)} rounds of {MIN_ROUNDS} needed. Take a longer --budget."
     elif verdict.best.candidate == baseline:
+        rivals = len({c for times in log.finals for c in times}) - 1
         yield (
-            f"Untuned stays: in {verdict.gain.rounds} rounds nothing was faster by {MIN_GAIN - 1:.0%} with "
-            f"{1 - ERROR_RATE:.0%} confidence."
+            f"Untuned stays: in {verdict.gain.rounds} rounds none of {rivals} others was faster by {MIN_GAIN - 1:.0%} "
+            f"with {1 - ERROR_RATE:.0%} confidence."
         )
     else:
         yield (
@@ -275,13 +276,13 @@ def _notes(outcome: Outcome, every: bool) -> Iterator[str]:
 def _conclusion(run: Run) -> Iterator[str]:
     if any(outcome.log.finals for outcome in run.outcomes):
         yield (
-            f"{BEST} best, {CHOSEN} chosen for its block size. Speed: against the untuned choice at the usual block size, "
-            "the median of the ratios within each round."
+            f"{BEST} best, {CHOSEN} chosen for its block size. Speed: the median over rounds of the ratio to the "
+            "untuned choice at the usual block size."
         )
     yield from _one_block_size(run)
     folders = Counter(path.parent for outcome in run.outcomes for path in outcome.stored.values())
     for folder, count in folders.items():
-        yield f'Stored {count} choices; backend="auto" uses them from now on for models of this shape. They are in'
+        yield f'Stored (block sizes: {count}): backend="auto" uses this from now on for models of this shape. Files in'
         yield f"  {folder}"
     for outcome in run.outcomes:
         if outcome.not_stored:

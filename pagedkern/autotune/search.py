@@ -25,7 +25,7 @@ from pagedkern.autotune.store import MIN_GAIN
 
 ERROR_RATE = 0.05  # chance that anything at one block size is preferred that is not faster
 MIN_ROUNDS, MAX_ROUNDS = 5, 41  # of the finals; below the least nothing is decided
-SCREEN_UNTIL, HEATS_UNTIL = 0.4, 0.55  # shares of the time
+SCREEN_SHARE, HEATS_SHARE = 0.4, 0.25  # of the time that is left when the stage begins
 HEAT_ROUNDS, PER_BACKEND = 3, 2  # candidates that each backend sends to the finals beside its default
 NEAR = 1.5  # a candidate slower than the best of its backend by this runs in no heat
 HOPELESS = 5.0  # a candidate slower than the best of all by this is not run again, at no block size
@@ -84,17 +84,16 @@ def search(
 
     No measurement is begun after the deadline. KeyboardInterrupt ends the search; the log keeps what there is.
     """
-    start = clock()
-    time_left = deadline - start
     try:
-        _screen(space, runner, log, start + SCREEN_UNTIL * time_left, clock, tell)
-        finalists = _heats(space, runner, log, start + HEATS_UNTIL * time_left, clock, tell)
+        _screen(space, runner, log, deadline, clock, tell)
+        finalists = _heats(space, runner, log, clock() + HEATS_SHARE * (deadline - clock()), clock, tell)
         _finals(space, runner, log, finalists, deadline, tell, clock, random.Random(seed))
     except KeyboardInterrupt:
         log.ended = "interrupted"
 
 
-def _screen(space: Space, runner: Runner, log: Log, end: float, clock: Callable[[], float], tell: Tell) -> None:
+def _screen(space: Space, runner: Runner, log: Log, deadline: float, clock: Callable[[], float], tell: Tell) -> None:
+    end = deadline
     hopeless: dict[tuple[str, str], int] = {}  # backend and config: the block size where that was seen
     for i, candidate in enumerate(space.candidates):
         name = (candidate.backend, candidate.config)
@@ -117,6 +116,8 @@ def _screen(space: Space, runner: Runner, log: Log, end: float, clock: Callable[
             log.left_out[candidate] = f"first call took {first_call:.1f} s: no time for another"
             hopeless[name] = candidate.block_size
             continue
+        if not log.screened:  # compiled: what comes now is quick, so that its share of the time begins here
+            end = clock() + SCREEN_SHARE * (deadline - clock())
         log.screened[candidate] = seconds = runner.sample(candidate, 1)
         if best and not untuned and seconds > HOPELESS * log.screened[best]:
             log.left_out[candidate] = "timed once: too slow"

@@ -215,6 +215,8 @@ def contents() -> Iterator[Stored]:
         try:
             document = _load(path)
             key, device = Key(**document["problem"]), document["device"]
+            if path.name != key.filename():
+                raise ValueError("of another problem than its name says")
             here = machine.present(key.device) and path == location(home, key)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             _warn(path, f"cannot be used: {error or type(error).__name__}")
