@@ -16,7 +16,7 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=targets())
+@pytest.fixture(scope="session", params=targets())
 def target(request: pytest.FixtureRequest) -> Target:
     chosen: Target = request.param
     return chosen
