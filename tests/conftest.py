@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis profiles and threads.
+"""What all tests share: hypothesis profiles, threads, and no choice of the user's own autotuner.
 
 Profiles, chosen by HYPOTHESIS_PROFILE: "default" draws the same bounded examples in every run, "fuzz" new ones, as many
 as FUZZ_EXAMPLES says (2,000 if unset).
@@ -7,7 +7,9 @@ as FUZZ_EXAMPLES says (2,000 if unset).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread each, set before torch is imported
@@ -19,3 +21,11 @@ _fuzz = int(os.environ.get("FUZZ_EXAMPLES", "2000"))
 settings.register_profile("default", derandomize=True, max_examples=50, deadline=None, suppress_health_check=_slow)
 settings.register_profile("fuzz", max_examples=_fuzz, print_blob=True, deadline=None, suppress_health_check=_slow)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was tuned on this machine neither steers the tests nor is changed by them; subprocesses inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGEDKERN_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield

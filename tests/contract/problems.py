@@ -63,9 +63,9 @@ class Spec:
         return self.kv_dtype in QUANTIZED
 
     def __str__(self) -> str:
-        """What differs from the default: the id of a test."""
+        """The arguments that differ from the default: the id of a test, and what to paste after `Spec(`."""
         default = Spec()
-        parts = (f"{name}={value}" for name, value in vars(self).items() if value != getattr(default, name))
+        parts = (f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(default, name))
         return ",".join(parts).replace(" ", "") or "default"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,21 @@ import torch
 from torch import Tensor
 
 import pagedkern
+from reference import oracle
 from tests.contract.cache_checks import check_copy
-from tests.contract.checks import assert_exact, check_exact, check_no_leak, check_whole, clause
-from tests.contract.problems import Call, Spec, bits, build, contents, dtype_of, head_values, same_bits
+from tests.contract.checks import assert_exact, assert_same, check_exact, check_no_leak, check_whole, clause
+from tests.contract.problems import (
+    QUANTIZED,
+    Call,
+    Spec,
+    Tokens,
+    bits,
+    build,
+    contents,
+    dtype_of,
+    head_values,
+    same_bits,
+)
 from tests.contract.targets import Result, Target
 
 MILLION = 2**20
@@ -233,6 +246,89 @@ def check_mean(target: Target, spec: Spec) -> None:
 
 def test_the_mean_of_equal_values(target: Target) -> None:
     check_mean(target, Spec(seq_lens=(1, 2, 100, 5000)))
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16", *QUANTIZED])
+def test_every_code_of_a_cache(target: Target, kv_dtype: str) -> None:
+    """Every finite number that K and V can hold, subnormal and huge ones too, is read as what it is."""
+
+    @clause
+    def check() -> None:
+        spec = Spec(heads=16, kv_heads=1, head_dim=16, head_dim_v=16, kv_dtype=kv_dtype, scale=1.0, seq_lens=(1,))
+        dtype = spec.cache_dtype
+        integer = torch.uint8 if dtype.itemsize == 1 else torch.int16
+        codes = torch.arange(256**dtype.itemsize).to(integer).view(dtype)
+        codes = codes[oracle.exact(codes).isfinite()]
+        codes = codes[: len(codes) // 16 * 16].view(-1, 1, 1, 16)  # one token for each sequence
+        tokens = [Tokens(torch.eye(16)[None], k, k) for k in codes]  # head h reads element h: lse = k[h], out = v
+        call = build(spec, tokens, device=target.device)
+        got = target.attend(call)
+        assert_exact(call, got)
+        want = oracle.exact(codes).view(-1, 1, 16)
+        unit = call.args.get("k_scale", torch.ones(1)).item(), call.args.get("v_scale", torch.ones(1)).item()
+        assert oracle.error(got.lse[:, None], want * unit[0]) <= 1e-6 * float(want.abs().max() * unit[0])
+        close = torch.isclose(oracle.exact(got.out), want.expand(-1, 16, -1) * unit[1], rtol=2.0**-23, atol=1e-37)
+        assert close.all()
+
+    check()
+
+
+def test_scores_below_every_sentinel(target: Target) -> None:
+    """Scores of -1e30 and less are scores: a running maximum starts at -inf, not at some large negative number."""
+
+    @clause
+    def check() -> None:
+        for query_lens in (None, (1, 3)):
+            spec = Spec(lattice=True, scale=1.0, magnitude=2.0**110, seq_lens=(5, 40), query_lens=query_lens)
+            tokens = contents(spec)
+            for t in tokens:
+                t.q[...], t.k[...] = -(2.0**110), t.k.abs() + 0.5
+            call = build(spec, tokens, device=target.device)
+            got = target.attend(call)
+            assert (got.lse < -1e30).all()
+            assert_exact(call, got)
+
+    check()
+
+
+def test_a_table_of_one_row_for_all(target: Target) -> None:
+    """A row stride of 0: sequences that share every block. And queries that share every row."""
+
+    @clause
+    def check() -> None:
+        call = build(Spec(seq_lens=(40, 40, 40), query_lens=(1, 1, 1)), device=target.device)
+        call.args["block_table"] = call.args["block_table"][:1].expand(3, -1)
+        call.args["q"] = call.args["q"][:1].expand(3, -1, -1)
+        got = target.attend(call)
+        assert_exact(call, got)
+        assert torch.equal(got.out[0], got.out[2])
+
+    check()
+
+
+def test_several_threads_at_once(target: Target) -> None:
+    """Python threads may call at the same time: each gets the bits that it would get alone."""
+
+    @clause
+    def check() -> None:
+        specs = [
+            Spec(seq_lens=(1500, 3), seed=1),
+            Spec(seq_lens=(70, 33), query_lens=(40, 3), seed=2),
+            Spec(kv_dtype="int8", q_dtype="float16", seq_lens=(600,), seed=3),
+            Spec(heads=16, kv_heads=1, seq_lens=(5, 400), query_lens=(5, 1), seed=4),
+        ]
+        calls = [build(spec, device=target.device) for spec in specs] * 5
+        want = [target.attend(call) for call in calls]
+
+        def attend(call: Call) -> Result:
+            return Result(*pagedkern.paged_attention(**call.args, return_lse=True, backend=target.name))
+
+        with target.threads(), ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(attend, calls, timeout=120))
+        for mine, alone in zip(got, want, strict=True):
+            assert_same(mine, alone, "called from several threads")
+
+    check()
 
 
 def test_more_sequences_than_anything_else(target: Target) -> None:

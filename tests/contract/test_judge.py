@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from pagedkern import _choice as choice
+import pagedkern
+from pagedkern import _choice as choices
 from pagedkern.backends import _LOCATIONS, available, load
-from pagedkern.errors import PagedKernError
+from pagedkern.backends.base import Probe, Problem
+from pagedkern.errors import BackendUnavailable, PagedKernError, Unsupported
 from tests.contract import problems, toys
 from tests.contract.cache_checks import check_copy, check_write
 from tests.contract.checks import (
@@ -24,8 +26,8 @@ from tests.contract.checks import (
     check_placement,
     check_whole,
 )
-from tests.contract.problems import Spec
-from tests.contract.targets import Target
+from tests.contract.problems import Spec, build
+from tests.contract.targets import MAY_REFUSE, Refused, Target
 
 DECODE = Spec(seq_lens=(1, 0, 17, 40))
 MIXED = Spec(seq_lens=(20, 5, 0, 40), query_lens=(3, 9, 2, 1), spare_rows=2)
@@ -110,11 +112,11 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type[toys.Ri
     def forget() -> None:
         load.cache_clear()
         available.cache_clear()
-        choice.choose.cache_clear()
+        choices.choose.cache_clear()
 
     def add(toy: type[toys.RightBackend]) -> Target:
         forget()
-        monkeypatch.setitem(_LOCATIONS, "toy", f"{toys.__name__}:{toy.__name__}")
+        monkeypatch.setitem(_LOCATIONS, "toy", f"{toy.__module__}:{toy.__name__}")
         return Target("toy")
 
     yield add
@@ -141,6 +143,57 @@ def test_a_broken_backend_is_caught(register: Register, toy: type[toys.RightBack
     pytest.fail(f"{toy.__name__} passes")
 
 
+class Unavailable(toys.RightBackend):
+    def probe(self) -> Probe:
+        return Probe(False, "needs a quantum computer: pip install qubits")
+
+
+class TakesNoSinks(toys.RightBackend):
+    def supports(self, problem: Problem) -> str | None:
+        return "sinks are not implemented" if problem.sinks else None
+
+
+def test_an_unavailable_backend_says_what_is_missing(register: Register) -> None:
+    target = register(Unavailable)
+    with pytest.raises(BackendUnavailable, match=r"toy.*pip install qubits"):
+        target.attend(build(DECODE))
+    (info,) = (b for b in pagedkern.backends() if b.name == "toy")
+    assert (info.available, info.emulated) == (False, False)
+    assert "pip install qubits" in info.reason
+
+
+def test_a_refusal_that_is_allowed_ends_the_check(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error with the reason is asserted, then there is nothing more to check; other problems are computed."""
+    target = register(TakesNoSinks)
+    with pytest.raises(AssertionError, match="may not refuse"):
+        check_exact(target, FEATURES)
+    monkeypatch.setitem(MAY_REFUSE, "toy", lambda problem: problem.sinks)
+    check_exact(target, FEATURES)
+    check_exact(target, DECODE)
+    with pytest.raises(Refused, match="sinks are not implemented"):
+        target.attend(build(FEATURES))
+
+
+def test_auto_passes_over_what_cannot_do_it(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `explain` says why."""
+    register(TakesNoSinks)
+    others = dict(_LOCATIONS)
+    for name in others:
+        monkeypatch.delitem(_LOCATIONS, name)
+    for name in ("toy", *(n for n in others if n != "toy")):  # the toy is preferred
+        monkeypatch.setitem(_LOCATIONS, name, others[name])
+    assert pagedkern.explain(**build(DECODE).args).backend == "toy"
+    choice = pagedkern.explain(**build(FEATURES).args)
+    assert choice.backend != "toy"
+    assert "sinks are not implemented" in choice.reason
+    for name in others:
+        if name != "toy":
+            monkeypatch.delitem(_LOCATIONS, name)
+    choices.choose.cache_clear()
+    with pytest.raises(Unsupported, match="sinks are not implemented"):
+        pagedkern.paged_attention(**build(FEATURES).args)
+
+
 def test_every_toy_is_used() -> None:
     mutants = {toy for toy, _ in MUTANTS}
-    assert mutants == set(toys.RightBackend.__subclasses__())
+    assert mutants == {toy for toy in toys.RightBackend.__subclasses__() if toy.__module__ == toys.__name__}
