@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,24 +127,14 @@ def validate(
         for other in _NEEDS.get(name, ()):
             if other not in views:
                 raise InvalidArgument(f"{other}: got None although {name} is given, accepted is an array")
-    sizes: dict[str, int] = {}  # of each dimension, as the first array (or number) that has it says
+    numbers = {}
     if block_size is not None:
-        sizes["block_size"] = count(block_size, "block_size", at_least=1)
+        numbers["block_size"] = count(block_size, "block_size", at_least=1)
     if num_blocks is not None:
-        sizes["num_blocks"] = count(num_blocks, "num_blocks", at_most=2**31 - 1)
-    numbers = tuple(sizes)
+        numbers["num_blocks"] = count(num_blocks, "num_blocks", at_most=2**31 - 1)
     for name, view in views.items():
         _check_array(name, view, _RULES[name])
-        if name == "cu_seqlens_q":
-            sizes["num_seqs + 1"] = sizes["num_seqs"] + 1
-        for dim, length in zip(_RULES[name].dims, view.shape, strict=True):
-            if length < 1 and dim in _AT_LEAST_ONE:
-                raise InvalidArgument(f"{name}: got {dim} {length} (shape {view.shape}), accepted is at least 1")
-            if sizes.setdefault(dim, length) != length:
-                source = dim if dim in numbers else _source(dim.removesuffix(" + 1"), views)
-                raise InvalidArgument(
-                    f"{name}: got {dim} {length} (shape {view.shape}), accepted is {sizes[dim]} as in {source}"
-                )
+    sizes = _sizes(views, numbers)
     device_type, device_id = _common_device(views)
     _check_together(views, sizes)
     bound = 0 if max_seqlen_q is None else count(max_seqlen_q, "max_seqlen_q")
@@ -170,9 +161,12 @@ def validate(
 
 def count(value: object, name: str, *, at_least: int = 0, at_most: int = 2**63 - 1) -> int:
     """A host integer in a range. Raises `InvalidType` if it is no integer, `InvalidArgument` if it is out of range."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # its TypeError is what is asked for
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         raise InvalidType(f"{name}: got {type_name(value)} {value!r}, accepted is an int")
-    number = int(value.__index__())
     if not at_least <= number <= at_most:
         raise InvalidArgument(f"{name}: got {number}, accepted is {at_least} to {at_most}")
     return number
@@ -194,6 +188,23 @@ def _check_array(name: str, view: ArrayView, rule: _Rule) -> None:
                 f"{name}: got elements that share memory (shape {view.shape}, strides {view.strides}), "
                 "accepted are strides that keep them apart"
             )
+
+
+def _sizes(views: dict[str, ArrayView], numbers: dict[str, int]) -> dict[str, int]:
+    """The size of each dimension, on which all arrays and the given numbers must agree."""
+    sizes = dict(numbers)
+    for name, view in views.items():
+        if name == "cu_seqlens_q":
+            sizes["num_seqs + 1"] = sizes["num_seqs"] + 1
+        for dim, length in zip(_RULES[name].dims, view.shape, strict=True):
+            if length < 1 and dim in _AT_LEAST_ONE:
+                raise InvalidArgument(f"{name}: got {dim} {length} (shape {view.shape}), accepted is at least 1")
+            if sizes.setdefault(dim, length) != length:
+                source = dim if dim in numbers else _source(dim.removesuffix(" + 1"), views)
+                raise InvalidArgument(
+                    f"{name}: got {dim} {length} (shape {view.shape}), accepted is {sizes[dim]} as in {source}"
+                )
+    return sizes
 
 
 def overlaps_itself(view: ArrayView) -> bool:
