@@ -68,13 +68,17 @@ def code(backend: str) -> Mapping[str, str | Mapping[str, str]]:
 
 @cache
 def kernel_hash(backend: str) -> str:
-    """SHA-256, shortened, of every source file in the folder of the backend's class."""
-    folder = Path(inspect.getfile(type(registry.load(backend)))).parent
+    """SHA-256, shortened, of every source file in the folder of the backend's class; "unknown" where there are none."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in SOURCES):
-        digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
-        digest.update(path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    try:
+        folder = Path(inspect.getfile(type(registry.load(backend)))).parent
+        sources = sorted(p for p in folder.rglob("*") if p.suffix in SOURCES)
+        for path in sources:
+            digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+            digest.update(path.read_bytes() + b"\0")
+    except (OSError, TypeError):  # a program frozen into one file, say: the version must do
+        return "unknown"
+    return digest.hexdigest()[:16] if sources else "unknown"
 
 
 @cache

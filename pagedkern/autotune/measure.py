@@ -47,7 +47,7 @@ class Bench:
         self._caches = {b: self._lay_out(b) for b in space.block_sizes}
         self._turn = dict.fromkeys(space.block_sizes, 0)
         del self._k, self._v
-        self._read = _Reader(w.device)
+        self._reader: _Reader | None = None
 
     def check(self, candidate: Candidate) -> str | None:
         """Run a candidate for the first time, compilation included. None if it is right, else what is wrong."""
@@ -67,7 +67,8 @@ class Bench:
 
     def read_bandwidth(self) -> float:
         """Bytes per second of the plainest thing that reads memory."""
-        return self._read.sample()
+        self._reader = self._reader or _Reader(self.workload.device)
+        return self._reader.sample()
 
     def _launch(self, candidate: Candidate) -> None:
         caches = self._caches[candidate.block_size]
@@ -129,7 +130,7 @@ class _Reader:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._x = torch.ones(max(4 * machine.last_level_cache(device), 128 << 20) // 4, device=device)
+        self._x = torch.ones(machine.last_level_cache(device), device=device)  # of four bytes each
         rows = self._x[: len(self._x) // 4096 * 4096].view(-1, 4096)
         column = torch.ones(4096, device=device)
         ways: list[Callable[[], object]] = [

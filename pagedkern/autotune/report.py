@@ -143,7 +143,8 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
     def tell(self, step: str, best: Candidate | None, seconds: float | None) -> None:
         """See `search.Tell`."""

@@ -7,7 +7,8 @@ each round every finalist runs once, in an order drawn anew, so that what distur
 Decisions rest on the finals alone. Two candidates are compared by the ratio of their times within each round; the
 median ratio has a lower bound that holds whatever its distribution (the order statistic that the median of n values
 exceeds with the confidence asked for, by the binomial distribution). The confidence is 95 % for all comparisons at one
-block size together (Bonferroni). A default is left only for a candidate whose bound is at least `MIN_GAIN`.
+block size together (Bonferroni), and again for those between block sizes. A default is left only for a candidate whose
+bound is at least `MIN_GAIN`, and a smaller block only for a larger one that is as much faster.
 """
 
 from __future__ import annotations
@@ -243,14 +244,17 @@ def decide(space: Space, log: Log) -> Verdict:
                 here[default.backend] = Pick(chosen, gain)
         if untuned.backend in here:
             picks[block_size] = here
-            ranked = sorted((p for p in here.values() if p.gain.low >= MIN_GAIN), key=lambda p: -p.gain.low)
+            ranked = sorted((p for p in here.values() if _proven(p.gain)), key=lambda p: -p.gain.low)
             winners[block_size] = ranked[0] if ranked else here[untuned.backend]
-    usual = winners.get(space.baseline.block_size)
+    usual = winners.get(space.baseline.block_size) if space.candidates else None
     if usual is None:
         return Verdict(picks, winners, None, None)
     error_rate = ERROR_RATE / max(1, len(winners) - 1)
-    best = _prefer(log, usual.candidate, [pick.candidate for pick in winners.values()], error_rate)
-    return Verdict(picks, winners, winners[best.block_size], compare(log, best, space.baseline, error_rate))
+    best = usual
+    for block_size in sorted(winners):  # ascending: a larger block must prove itself against every smaller one
+        if _proven(compare(log, winners[block_size].candidate, best.candidate, error_rate)):
+            best = winners[block_size]
+    return Verdict(picks, winners, best, compare(log, best.candidate, space.baseline, error_rate))
 
 
 def compare(log: Log, candidate: Candidate, other: Candidate, error_rate: float) -> Gain:
@@ -286,5 +290,9 @@ def rounds_needed(comparisons: int) -> int:
 def _prefer(log: Log, default: Candidate, rivals: Iterable[Candidate], error_rate: float) -> Candidate:
     """The rival with the greatest proven gain over a default, or the default."""
     gains = [(compare(log, c, default, error_rate), c) for c in rivals if c != default]
-    proven = [(gain, c) for gain, c in gains if gain.rounds >= MIN_ROUNDS and gain.low >= MIN_GAIN]
+    proven = [(gain, c) for gain, c in gains if _proven(gain)]
     return max(proven, key=lambda p: p[0].low)[1] if proven else default
+
+
+def _proven(gain: Gain) -> bool:
+    return gain.rounds >= MIN_ROUNDS and gain.low >= MIN_GAIN
