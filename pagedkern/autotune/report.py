@@ -180,12 +180,10 @@ def _table(outcome: Outcome, every: bool) -> Table:
 
     decode = outcome.space.workload.kind == "decode"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("block", justify="right", no_wrap=True)
-    longest = max((len(str(candidate)) for candidate in _shown(outcome, every)), default=0)
-    table.add_column("choice", overflow="fold", min_width=2 + min(longest, 24))
-    for name in ("time", "GB/s", "of read", "speed") if decode else ("time", "GFLOP/s", "speed"):
+    for name in ("block", "time", "GB/s", "of read", "speed") if decode else ("block", "time", "GFLOP/s", "speed"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
+    table.add_column("", no_wrap=True)
+    table.add_column("choice", overflow="fold")  # the one that takes what room there is
     previous = None
     for candidate in _shown(outcome, every):
         if previous not in (None, candidate.block_size):
@@ -193,10 +191,8 @@ def _table(outcome: Outcome, every: bool) -> Table:
         block = "" if candidate.block_size == previous else str(candidate.block_size)
         previous = candidate.block_size
         mark, style = _mark(outcome, candidate)
-        choice = f"{mark} {candidate}"
-        table.add_row(
-            *map(escape, [block, choice, *_figures(outcome, candidate), _note(outcome, candidate)]), style=style
-        )
+        choice = f"{candidate}{_note(outcome, candidate)}"
+        table.add_row(*map(escape, [block, *_figures(outcome, candidate), mark, choice]), style=style)
     return table
 
 
@@ -226,8 +222,8 @@ def _mark(outcome: Outcome, candidate: Candidate) -> tuple[str, str | None]:
 
 def _note(outcome: Outcome, candidate: Candidate) -> str:
     if candidate in outcome.log.left_out:
-        return outcome.log.left_out[candidate]
-    return "untuned" if candidate == outcome.space.untuned(candidate.block_size) else ""
+        return f": {outcome.log.left_out[candidate]}"
+    return ", untuned" if candidate == outcome.space.untuned(candidate.block_size) else ""
 
 
 def _shown(outcome: Outcome, every: bool) -> list[Candidate]:

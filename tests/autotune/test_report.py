@@ -68,7 +68,8 @@ def test_the_table_fits_and_says_what_there_is(run: Run, width: int, every: bool
     for expected in (
         "A processor [64 cores], 2 threads",
         "Plain read: 50.0 GB/s",
-        "timed once",
+        "reference(): timed once: too slow",
+        "* cpu(num_stages=3, num_warps=8, span=2048, tile=128)",
         "triton: no module named 'triton': pip install pagedkern[triton]",
         "picky: no module [picky]",
         "Not decided: the finals had 3 rounds of 5 needed",
@@ -77,12 +78,13 @@ def test_the_table_fits_and_says_what_there_is(run: Run, width: int, every: bool
         "Stored (block sizes: 3)",
     ):
         assert expected in flat, expected
+    assert flat.count("cpu(span=1024), untuned") == 6  # three block sizes of two problems, none cut short
     assert ("out after screening" in flat) == (every or "3 out after screening" in flat)
-    best = [i for i, line in enumerate(lines) if report.BEST + " cpu" in line]
+    best = [i for i, line in enumerate(lines) if f"x   {report.BEST}   cpu" in line]
     assert len(best) == 1
     blocks = [line.split()[0] for line in lines[: best[0] + 1] if line.split()[:1] in (["16"], ["32"], ["256"])]
     assert blocks == ["16", "32"]  # the last one named above it: not 256, which is faster by less than 2 %
-    assert sum(report.CHOSEN + " cpu" in line for line in lines) == 2
+    assert sum(f"x   {report.CHOSEN}   cpu" in line for line in lines) == 2
     assert run.exit_code == 1  # prefill was not decided
 
 
