@@ -43,12 +43,12 @@ def refuse(name: str, got: object, accepted: str) -> NoReturn:
     raise InvalidArgument(f"{name}: got {got}, accepted is {accepted}")
 
 
-def tensor(name: str, value: object, ndim: int, axes: str) -> Tensor:
-    """A tensor of that rank, without a copy; also from anything that exports DLPack or `__cuda_array_interface__`."""
+def tensor(name: str, value: object, ndim: int | None, axes: str) -> Tensor:
+    """A tensor of that rank (None: any but 0), from a tensor or an exporter, without a copy."""
     if not isinstance(value, Tensor):
         value = _imported(name, value)
-    if value.ndim != ndim:
-        refuse(name, f"shape {list(value.shape)}", f"{ndim} dimensions {axes}")
+    if value.ndim != ndim and (ndim is not None or value.ndim == 0):
+        refuse(name, f"shape {list(value.shape)}", f"{'some' if ndim is None else ndim} dimensions {axes}")
     if value.layout is not torch.strided:
         refuse(name, f"layout {value.layout}", "a strided tensor")
     if value.requires_grad and torch.is_grad_enabled():
@@ -138,7 +138,7 @@ def number(name: str, value: object, accepted: str) -> float:
             value = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}") from None
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # torch.compile cannot trace math.isfinite
         refuse(name, value, accepted)
     return float(value)
 
@@ -185,15 +185,26 @@ def scale(name: str, value: object, cache: Tensor) -> tuple[Tensor | None, float
 
 
 def output(name: str, value: object, expected: tuple[int, ...], axes: str, kind: torch.dtype, like: Tensor) -> Tensor:
-    """A tensor to write into: it must not write one element twice."""
+    """A tensor to write into."""
     result = tensor(name, value, len(expected), axes)
     dtype(name, result, kind)
     device(name, result, like.device, "q")
     shape(name, result, expected, axes)
     last_contiguous(name, result)
-    if any(size > 1 and stride == 0 for size, stride in zip(result.shape, result.stride(), strict=True)):
-        refuse(name, f"strides {list(result.stride())}", "memory of its own for each element")
     return result
+
+
+def written(name: str, value: Tensor) -> None:
+    """Refuse to write into a tensor two of whose elements share memory (an expanded one, or overlapping rows).
+
+    For tensors with memory, inside an operator: `torch.compile` cannot trace the sorting.
+    """
+    reach = 1  # elements that the dimensions of smaller stride span
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                refuse(name, f"strides {list(value.stride())}", "memory of its own for each element")
+            reach = stride * (size - 1) + reach
 
 
 def backend_name(value: object) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -40,10 +40,14 @@ def encode_config(config: Config | Mapping[str, object] | None, backend: str) ->
         raise InvalidType(
             f"config: got {type(config).__name__}, accepted is a config object, a mapping of its fields, or None"
         )
-    try:
-        return json.dumps(dict(config), sort_keys=True)
-    except TypeError as error:
-        raise InvalidType(f"config: got a field that is not a plain number, name or flag: {error}") from None
+    for name, value in config.items():
+        if not isinstance(name, str) or not isinstance(value, (int, float, str)):
+            raise InvalidType(f"config: got {name}={value!r}, accepted is a plain number, name or flag for each field")
+    return ";".join([f"{name}={config[name]!r}" for name in sorted(config)])
+
+
+def _decode_config(text: str) -> dict[str, object]:
+    return {name: ast.literal_eval(value) for name, _, value in (item.partition("=") for item in text.split(";"))}
 
 
 @lru_cache(maxsize=4096)
@@ -62,7 +66,7 @@ def choose(problem: Problem, backend: str, config: str) -> Choice:
     if (reason := implementation.supports(problem)) is not None:
         raise Unsupported(f"backend={backend!r} cannot compute this: {reason}")
     if config:
-        chosen = implementation.make_config(json.loads(config))
+        chosen = implementation.make_config(_decode_config(config))
         return Choice(backend, chosen, "explicit", "backend and config given by the caller", problem, implementation)
     tuned = _tuned(problem, backend)
     if tuned is not None:

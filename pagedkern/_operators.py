@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pagedkern._arguments import DTYPE_NAMES, QUANTIZED, refuse
+from pagedkern._arguments import DTYPE_NAMES, QUANTIZED, refuse, written
 from pagedkern._choice import choose
 from pagedkern.backends import checked
 from pagedkern.backends.base import AttentionCall, CopyCall, Problem, WriteCall
@@ -107,6 +107,7 @@ def _attention(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
+    written("out", out)
     for name, other in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         _refuse_overlap("out", out, name, other)
     problem = attention_problem(
@@ -136,6 +137,8 @@ def _write_kv(
     backend: str,
     debug: bool,
 ) -> None:
+    written("k_cache", k_cache)
+    written("v_cache", v_cache)
     if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel():
         refuse("v_cache", "the memory of k_cache", "memory of its own")
     num_blocks, block_size, kv_heads, head_dim = k_cache.shape
@@ -152,6 +155,8 @@ def _write_kv(
 
 
 def _copy_blocks(caches: list[Tensor], src_blocks: Tensor, dst_blocks: Tensor, backend: str, debug: bool) -> None:
+    for i, cache in enumerate(caches):
+        written(f"caches[{i}]", cache)
     problem = Problem(src_blocks.device.type, "", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, "copy_blocks")
     call = CopyCall(list(caches), src_blocks, dst_blocks)
     if debug:

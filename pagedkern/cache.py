@@ -59,7 +59,7 @@ class KVCache:
         head_dim_v: int | None = None,
         num_host_blocks: int = 0,
     ) -> None:
-        if layout not in LAYOUTS:
+        if not isinstance(layout, str) or layout not in LAYOUTS:
             check.refuse("layout", repr(layout), " or ".join(map(repr, LAYOUTS)))
         if not isinstance(dtype, torch.dtype):
             raise InvalidType(f"dtype: got {type(dtype).__name__} {dtype!r}, accepted is a torch.dtype")

@@ -335,8 +335,7 @@ def copy_blocks(
         raise InvalidType(f"caches: got {type(caches).__name__}, accepted is a list or tuple of tensors")
     checked: list[Tensor] = []
     for i, cache in enumerate(caches):
-        ndim = getattr(cache, "ndim", 1)
-        checked.append(check.tensor(f"caches[{i}]", cache, max(ndim, 1), "[num_blocks, ...]"))
+        checked.append(check.tensor(f"caches[{i}]", cache, None, "[num_blocks, ...]"))
         check.device(f"caches[{i}]", checked[i], checked[0].device, "caches[0]")
     like = checked[0] if checked else check.tensor("src_blocks", src_blocks, 1, "[n]")
     src = check.index_vector("src_blocks", src_blocks, None, "[n]", like, "caches[0]", torch.int64)

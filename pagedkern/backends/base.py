@@ -11,7 +11,7 @@ B tokens a block, W width of the block table.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Config:
 
     def to_dict(self) -> dict[str, int | float | str | bool]:
         """The fields as a JSON object; `type(config)(**d)` gives the config back."""
-        return asdict(self)
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(slots=True)
