@@ -33,6 +33,10 @@ class CpuBackend:
 
     name: ClassVar[str] = "cpu"
 
+    def __init__(self, isa: str = "native") -> None:
+        """`isa`: a key of `jit.ISAS`; what is not "native" is there to be tested."""
+        self._isa = isa
+
     def probe(self) -> Probe:
         """Look for torch and Numba."""
         for package in ("torch", "numba"):
@@ -77,7 +81,7 @@ class CpuBackend:
         """
         if not isinstance(config, CpuConfig):
             raise InvalidArgument(f"config: got {type(config).__name__}, accepted is CpuConfig")
-        _launch().attention(call, config.span)
+        _launch().attention(call, config.span, self._isa)
 
     def write_kv(self, call: WriteCall) -> None:
         """Scatter K and V into their slots.
@@ -85,7 +89,7 @@ class CpuBackend:
         Raises:
             BlockIndexError: a slot is out of range; nothing was written.
         """
-        _launch().write_kv(call)
+        _launch().write_kv(call, self._isa)
 
     def copy_blocks(self, call: CopyCall) -> None:
         """Copy blocks in every cache.

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import numba as numba_module
 from llvmlite import binding
@@ -128,38 +128,52 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+ISAS = ("native", "avx2", "portable")
+
+
 @cache
 def target(kv_dtype: str, isa: str = "native") -> TargetValue:
-    """The target for a cache dtype. `isa`: "native" is the best of this processor, "portable" what every one can do."""
-    features = {name for name, on in binding.get_host_cpu_features().items() if on} if isa == "native" else set()
-    if "avx512bw" in features and "avx512vl" in features:
-        lanes = 16
-    elif "avx2" in features:
-        lanes = 8
-    else:
-        lanes = 4
-    arm = isa == "native" and platform.machine().lower() in ("aarch64", "arm64")
-    return TargetValue(TargetKey(kv_dtype, lanes, "f16c" in features or arm, "avx512bf16" in features and lanes == 16))
+    """The target for a cache dtype.
+
+    isa: "native" is the best of this processor; the others emit what a lesser one would get: "avx2" vectors of 32
+    bytes, "portable" of 16 and no conversion instructions.
+    """
+    if isa == "portable":
+        return TargetValue(TargetKey(kv_dtype, 4, half=False, dot=False))
+    if isa == "avx2":
+        return TargetValue(TargetKey(kv_dtype, 8, half=True, dot=False))
+    features = {name for name, on in binding.get_host_cpu_features().items() if on}
+    wide = {"avx512bw", "avx512vl"} <= features
+    lanes = 16 if wide else 8 if "avx2" in features else 4
+    arm = platform.machine().lower() in ("aarch64", "arm64")
+    return TargetValue(TargetKey(kv_dtype, lanes, "f16c" in features or arm, wide and "avx512bf16" in features))
+
+
+def record(kind: type) -> Any:
+    """The Numba type of a NamedTuple class whose fields are annotated as int or float."""
+    fields = [types.int64 if hint is int else types.float64 for hint in get_type_hints(kind).values()]
+    if len(set(fields)) == 1:
+        return numba.types.NamedUniTuple(fields[0], len(fields), kind)
+    return numba.types.NamedTuple(fields, kind)
 
 
 class Entry:
-    """A kernel with the note that a user reads while it compiles. Call `get` for the C function of one signature."""
+    """A kernel, the types of its arguments before the target, and how the note calls it that a user reads meanwhile."""
 
-    def __init__(self, dispatcher: Any, what: str) -> None:
+    def __init__(self, dispatcher: Any, what: str, *arguments: Any) -> None:
         self._dispatcher = dispatcher
         self._what = what
-        self._ready: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._arguments = arguments
+        self._ready: dict[TargetKey, Callable[..., Any]] = {}
 
-    def get(self, *args: object) -> Callable[..., Any]:
-        """The compiled function for arguments of these types; takes them as they are, without type dispatch."""
-        return self.get_types(*(numba.typeof(a) for a in args))
-
-    def get_types(self, *signature: Any) -> Callable[..., Any]:
-        found = self._ready.get(signature)
+    def get(self, target: TargetValue) -> Callable[..., Any]:
+        """The compiled function, which takes its arguments without looking at their types again."""
+        found = self._ready.get(target.key)
         if found is None:
-            with _compiling, _file_lock(self._dispatcher), _note(self._what, signature):
+            signature = (*self._arguments, target.numba_type)
+            with _compiling, _file_lock(self._dispatcher), _note(f"{self._what} ({target.key.kv_dtype})"):
                 self._dispatcher.compile(signature)
-            found = self._ready[signature] = self._dispatcher.overloads[signature].entry_point
+            found = self._ready[target.key] = self._dispatcher.overloads[signature].entry_point
         return found
 
 
@@ -187,10 +201,8 @@ def _file_lock(dispatcher: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _note(what: str, signature: tuple[Any, ...]) -> Iterator[None]:
+def _note(what: str) -> Iterator[None]:
     """Say on stderr what takes long, unless it came from the disk at once."""
-    dtypes = ", ".join(t.key_.kv_dtype for t in signature if isinstance(t, Target))
-    what = f"{what} ({dtypes})" if dtypes else what
     wait = 0.7  # seconds; loading from the disk takes less
     timer = threading.Timer(wait, log.warning, ("pagedkern: compiling the CPU %s, once, some seconds ...", what))
     timer.daemon = True

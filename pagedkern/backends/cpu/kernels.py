@@ -17,6 +17,7 @@ from pagedkern.backends.cpu.micro import (
     add_special,
     axpy_row,
     pack_row,
+    prefetch_rows,
     scores,
     softcap_row,
     softmax_row,
@@ -45,6 +46,7 @@ from pagedkern.backends.cpu.plan import (
 )
 
 S_ROW = 4 * TILE  # bytes of one row of scores
+NAMES = 16 * TILE  # bytes of the addresses of one tile
 HEAD = 64  # bytes before O in a row of partial results: maximum and sum
 NOTHING = float("-inf")
 
@@ -64,13 +66,13 @@ class Work(NamedTuple):
     item: int  # bytes of one element of a cache
     q_row: int  # bytes of a row of Q, whole chunks
     o_row: int  # bytes of a row of O, whole chunks
+    lines: int  # cache lines of a cache row
     at_o: int  # float32 [rows, padded E]
     at_s: int  # float32 [rows, TILE]
     at_m: int  # float32 [rows]: running maximum
     at_l: int  # float32 [rows]: running sum
     at_alpha: int  # float32 [rows]: factor for what was summed before this tile
-    at_keys: int  # int64 [TILE]: address of each token's K
-    at_values: int  # int64 [TILE]: address of each token's V
+    at_names: int  # int64 [2, 2, TILE]: for this tile and the next, address of each token's K, then of its V
     at_packed: int  # int64 [TILE]: address of each token's packed V
     at_zero: int  # a cache row of zeros
     at_pack: int  # float32 [TILE, padded E]
@@ -115,15 +117,22 @@ def _span(c: Args, w: Work, group: int, span: int, own: int, target: TargetValue
     if hi <= lo:
         return True
     _load_queries(c, w, group, own, target)
-    for j in range(lo // TILE * TILE, hi, TILE):
-        if not _name_tokens(c, w, group, j, max(lo, j), min(hi, j + TILE), own):
+    names, ahead = own + w.at_names, own + w.at_names + NAMES
+    start = lo // TILE * TILE
+    if not _name_tokens(c, w, group, start, lo, hi, names, own):
+        return False
+    for t in range(0, TILE, 4):
+        prefetch_rows(4, names + 8 * t, w.lines)
+    for j in range(start, hi, TILE):
+        if not _name_tokens(c, w, group, j + TILE, j + TILE, hi, ahead, own):
             return False
-        _scores(c, w, rows, own, target)
+        _scores(c, w, rows, names, ahead, own, target)
         _weights(c, w, group, j, own, target)
         if _rows_agree(c, position, count, length, j):
-            _sum_values(c, w, rows, own, target)
+            _sum_values(c, w, rows, names, ahead, own, target)
         else:
-            _sum_packed_values(c, w, group, j, own, target)
+            _sum_packed_values(c, w, group, j, names, own, target)
+        names, ahead = ahead, names
     return True
 
 
@@ -154,35 +163,40 @@ def _load_queries(c: Args, w: Work, group: int, own: int, target: TargetValue) -
 
 
 @inlined
-def _name_tokens(c: Args, w: Work, group: int, j: int, lo: int, hi: int, own: int) -> bool:
-    """Addresses of K and V of the tile's tokens, those outside [lo, hi) as zeros; False at a wrong block id."""
+def _name_tokens(c: Args, w: Work, group: int, j: int, lo: int, hi: int, names: int, own: int) -> bool:
+    """Addresses of K, then of V, of the tokens j..j+TILE-1, outside [lo, hi) of zeros; False at a wrong block id."""
     table = c.table + get_i64(group + G_SEQ) * c.table_row
     head = get_i64(group + G_HEAD)
-    keys, values, zero = own + w.at_keys - 8 * j, own + w.at_values - 8 * j, own + w.at_zero
-    for t in range(j, lo):
-        put_i64(keys + 8 * t, zero)
-        put_i64(values + 8 * t, zero)
-    t = lo
-    while t < hi:
+    keys, values = names - 8 * j, names + 8 * (TILE - j)
+    _name_zeros(w, keys, values, j, min(lo, j + TILE), own)
+    t, stop = lo, min(hi, j + TILE)
+    while t < stop:
         block, slot = get_i32(table + 4 * (t // c.block_size)), t % c.block_size
         if block < 0 or block >= c.blocks:
             return False
         k = c.k + block * c.k_block + slot * c.k_slot + head * c.k_head
         v = c.v + block * c.v_block + slot * c.v_slot + head * c.v_head
-        for x in range(min(c.block_size - slot, hi - t)):
+        for x in range(min(c.block_size - slot, stop - t)):
             put_i64(keys + 8 * (t + x), k + x * c.k_slot)
             put_i64(values + 8 * (t + x), v + x * c.v_slot)
         t += c.block_size - slot
-    for x in range(hi, j + TILE):
-        put_i64(keys + 8 * x, zero)
-        put_i64(values + 8 * x, zero)
+    _name_zeros(w, keys, values, max(hi, j), j + TILE, own)
     return True
 
 
 @inlined
-def _scores(c: Args, w: Work, rows: int, own: int, target: TargetValue) -> None:
+def _name_zeros(w: Work, keys: int, values: int, first: int, last: int, own: int) -> None:
+    for t in range(first, last):
+        put_i64(keys + 8 * t, own + w.at_zero)
+        put_i64(values + 8 * t, own + w.at_zero)
+
+
+@inlined
+def _scores(c: Args, w: Work, rows: int, names: int, ahead: int, own: int, target: TargetValue) -> None:
+    """S = Q K', and meanwhile the first half of the next tile is prefetched."""
     for t in range(0, TILE, 4):
-        keys, s = own + w.at_keys + 8 * t, own + w.at_s + 4 * t
+        prefetch_rows(2, ahead + 4 * t, w.lines)
+        keys, s = names + 8 * t, own + w.at_s + 4 * t
         r = 0
         while r + 4 <= rows:
             scores(target, 4, 4, own + r * w.q_row, w.q_row, keys, c.d, s + r * S_ROW, S_ROW)
@@ -218,9 +232,13 @@ def _weights(c: Args, w: Work, group: int, j: int, own: int, target: TargetValue
 
 
 @inlined
-def _sum_values(c: Args, w: Work, rows: int, own: int, target: TargetValue) -> None:
-    """O = O * alpha + P V, straight from the cache: every row sees the same tokens of this tile."""
-    values = own + w.at_values
+def _sum_values(c: Args, w: Work, rows: int, names: int, ahead: int, own: int, target: TargetValue) -> None:
+    """O = O * alpha + P V, straight from the cache: every row sees the same tokens of this tile.
+
+    Meanwhile the second half of the next tile is prefetched.
+    """
+    values = names + 8 * TILE
+    ahead += 4 * TILE
     for r in range(0, rows, 4):
         p, o, a, n = own + w.at_s + r * S_ROW, own + w.at_o + r * w.o_row, own + w.at_alpha + 4 * r, min(4, rows - r)
         e = 0
@@ -228,24 +246,24 @@ def _sum_values(c: Args, w: Work, rows: int, own: int, target: TargetValue) -> N
             left = c.e - e
             if left >= 4 * w.lanes:
                 if n == 4:
-                    accumulate(target, 4, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0)
+                    accumulate(target, 4, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0, ahead)
                 elif n == 3:
-                    accumulate(target, 3, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0)
+                    accumulate(target, 3, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0, ahead)
                 elif n == 2:
-                    accumulate(target, 2, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0)
+                    accumulate(target, 2, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0, ahead)
                 else:
-                    accumulate(target, 1, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0)
+                    accumulate(target, 1, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0, ahead)
                 e += 4 * w.lanes
             else:
                 part = min(left, w.chunk)
                 for x in range(n):
                     accumulate(target, 1, "chunk", p + x * S_ROW, values, e * w.item, o + x * w.o_row + 4 * e,
-                               w.o_row, a + 4 * x, part)  # fmt: skip
+                               w.o_row, a + 4 * x, part, 0)  # fmt: skip
                 e += w.chunk
 
 
 @inlined
-def _sum_packed_values(c: Args, w: Work, group: int, j: int, own: int, target: TargetValue) -> None:
+def _sum_packed_values(c: Args, w: Work, group: int, j: int, names: int, own: int, target: TargetValue) -> None:
     """The same where rows differ in what they see: a weight of 0 must not meet NaN or Inf; those are summed apart."""
     per_kv = c.heads // c.kv_heads
     rows = get_i64(group + G_COUNT) * per_kv
@@ -253,17 +271,17 @@ def _sum_packed_values(c: Args, w: Work, group: int, j: int, own: int, target: T
     for t in range(TILE):
         row = own + w.at_pack + t * w.o_row
         put_i64(packed + 8 * t, row)
-        special |= pack_row(target, get_i64(own + w.at_values + 8 * t), row, c.e)
+        special |= pack_row(target, get_i64(names + 8 * (TILE + t)), row, c.e)
     for r in range(rows):
         p, o, a = own + w.at_s + r * S_ROW, own + w.at_o + r * w.o_row, own + w.at_alpha + 4 * r
         for e in range(0, w.o_row // 4, w.chunk):
-            accumulate(target, 1, "packed", p, packed, 4 * e, o + 4 * e, w.o_row, a, 0)
+            accumulate(target, 1, "packed", p, packed, 4 * e, o + 4 * e, w.o_row, a, 0, 0)
     if special:
         for r in range(rows):
             position = get_i64(group + G_POSITION) + r // per_kv
             lo, hi = max(seen_from(c, position), j), min(seen_to(c, position, get_i64(group + G_LENGTH)), j + TILE)
             for t in range(lo - j, hi - j):
-                value, p = get_i64(own + w.at_values + 8 * t), get_f32(own + w.at_s + r * S_ROW + 4 * t)
+                value, p = get_i64(names + 8 * (TILE + t)), get_f32(own + w.at_s + r * S_ROW + 4 * t)
                 add_special(target, value, own + w.at_o + r * w.o_row, c.e, p)
 
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import torch
 from numba.core import config
+from numba.core.types import int64
 from torch import Tensor
 
 from pagedkern.backends.base import ITEMSIZE, AttentionCall, CopyCall, WriteCall
 from pagedkern.backends.cpu import convert, kernels, plan, store
-from pagedkern.backends.cpu.jit import Entry, TargetValue, target
-from pagedkern.backends.cpu.micro import TILE
+from pagedkern.backends.cpu.jit import Entry, TargetValue, record, target
+from pagedkern.backends.cpu.micro import LINE, TILE
 from pagedkern.backends.cpu.pool import POOL
 from pagedkern.errors import BlockIndexError
 
-PLAN = Entry(plan.plan, "planner")
-FIND_BAD_BLOCK = Entry(plan.find_bad_block, "block table check")
-ATTEND = Entry(kernels.attend, "attention kernel")
-FIND_BAD_SLOT = Entry(store.find_bad_slot, "slot check")
-WRITE = Entry(store.write, "write kernel")
+PLAN = Entry(plan.plan, "planner", record(plan.Args), int64, int64)
+FIND_BAD_BLOCK = Entry(plan.find_bad_block, "block table check", record(plan.Args))
+ATTEND = Entry(kernels.attend, "attention kernel", record(plan.Args), record(kernels.Work))
+FIND_BAD_SLOT = Entry(store.find_bad_slot, "slot check", record(store.Write))
+WRITE = Entry(store.write, "write kernel", record(store.Write), record(store.Rows), record(store.Rows))
 
 WORTH_A_THREAD = 1 << 18  # bytes of K and V; waking a helper takes about as long as reading them
-ALIGN = 64  # bytes of a cache line
 
 
 def threads() -> int:
@@ -34,7 +34,7 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     tg = target(_name(call.k_cache.dtype), isa)
     neutral = target("float32", isa)
     args, keep = _args(call, span)
-    n_groups, n_items, n_partial, read, status, where, value = PLAN.get(args, 0, 0, neutral)(args, 0, 0, neutral)
+    n_groups, n_items, n_partial, read, status, where, value = PLAN.get(neutral)(args, 0, 0, neutral)
     if status == plan.BAD_LENGTH:
         most = f"{args.width} blocks * {args.block_size} tokens"
         raise BlockIndexError(f"seq_lens[{where}] is {value}, accepted is 0 to {args.width * args.block_size} ({most})")
@@ -45,14 +45,14 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     records = torch.empty(n_groups * plan.GROUP_SIZE + n_items * plan.ITEM_SIZE, dtype=torch.uint8)
     groups = records.data_ptr()
     items = groups + n_groups * plan.GROUP_SIZE
-    PLAN.get(args, groups, items, neutral)(args, groups, items, neutral)
+    PLAN.get(neutral)(args, groups, items, neutral)
     size = read * (args.d + args.e) * call.k_cache.element_size()
     n_threads = max(1, min(threads(), n_items, size // WORTH_A_THREAD))
     work, memory = _work(args, tg, groups, items, n_items, n_partial, n_threads)
-    attend = ATTEND.get(args, work, tg)
+    attend = ATTEND.get(tg)
     POOL.run(lambda: attend(args, work, tg), n_threads)
     if memory[0][2]:  # the counter C_BAD
-        i, j, block = FIND_BAD_BLOCK.get(args, neutral)(args, neutral)
+        i, j, block = FIND_BAD_BLOCK.get(neutral)(args, neutral)
         raise BlockIndexError(
             f"block_table[{i}, {j}] is {block} (sequence {i}, tokens from {j * args.block_size}), "
             f"accepted is 0 to {args.blocks - 1}"
@@ -97,7 +97,7 @@ def _work(
 ) -> tuple[kernels.Work, list[Tensor]]:
     """The scratch memory of a call, and the tensors that hold it, the counters first."""
     chunk, lanes = convert.chunk(tg.key), tg.key.lanes
-    q_row, o_row = 4 * _ceil(args.d, chunk), 4 * _ceil(args.e, max(chunk, ALIGN // 4))
+    q_row, o_row = 4 * _ceil(args.d, chunk), 4 * _ceil(args.e, max(chunk, LINE // 4))
     per_kv = args.heads // args.kv_heads
     rows = max(1, plan.ROWS // per_kv) * per_kv
     item = ITEMSIZE[tg.key.kv_dtype]
@@ -109,22 +109,22 @@ def _work(
         "at_m": rows * 4,
         "at_l": rows * 4,
         "at_alpha": rows * 4,
-        "at_keys": 8 * TILE,
-        "at_values": 8 * TILE,
+        "at_names": 2 * kernels.NAMES,
         "at_packed": 8 * TILE,
         "at_zero": max(args.d, args.e) * item,
         "at_pack": TILE * o_row,
     }.items():
         sizes[name] = at
-        at += _ceil(size, ALIGN)
+        at += _ceil(size, LINE)
     del sizes["q"]  # begins at 0
     counters = torch.zeros(plan.COUNTERS_SIZE // 8, dtype=torch.int64)
-    partials = torch.empty(n_partial * (kernels.HEAD + o_row) + ALIGN, dtype=torch.uint8)
-    scratch = torch.empty(n_threads * at + ALIGN, dtype=torch.uint8)
+    partials = torch.empty(n_partial * (kernels.HEAD + o_row) + LINE, dtype=torch.uint8)
+    scratch = torch.empty(n_threads * at + LINE, dtype=torch.uint8)
     work = kernels.Work(
         groups=groups, items=items, n_items=n_items, counters=counters.data_ptr(),
-        partials=_ceil(partials.data_ptr(), ALIGN), scratch=_ceil(scratch.data_ptr(), ALIGN), scratch_size=at,
-        chunk=chunk, lanes=lanes, item=item, q_row=q_row, o_row=o_row, **sizes,
+        partials=_ceil(partials.data_ptr(), LINE), scratch=_ceil(scratch.data_ptr(), LINE), scratch_size=at,
+        chunk=chunk, lanes=lanes,
+        lines=-(-max(args.d, args.e) * item // LINE), item=item, q_row=q_row, o_row=o_row, **sizes,
     )  # fmt: skip
     return work, [counters, partials, scratch]
 
@@ -139,7 +139,7 @@ def write_kv(call: WriteCall, isa: str = "native") -> None:
         slots=slots.data_ptr(), tokens=slots.shape[0], kv_heads=call.k_cache.shape[2], blocks=n, block_size=block_size,
         src_code=convert.CODES[_name(call.k.dtype)], counter=counter.data_ptr(),
     )  # fmt: skip
-    bad = FIND_BAD_SLOT.get(args, tg)(args, tg)
+    bad = FIND_BAD_SLOT.get(tg)(args, tg)
     if bad >= 0:
         raise BlockIndexError(
             f"slot_mapping[{bad}] is {int(slots[bad])}, accepted is -1 (write nothing) or 0 to {n * block_size - 1} "
@@ -147,7 +147,7 @@ def write_kv(call: WriteCall, isa: str = "native") -> None:
         )
     k, k_scale = _rows(call.k, call.k_cache, call.k_scale)
     v, v_scale = _rows(call.v, call.v_cache, call.v_scale)
-    write = WRITE.get(args, k, v, tg)
+    write = WRITE.get(tg)
     size = slots.shape[0] * args.kv_heads * (k.width + v.width) * call.k.element_size()
     n_threads = max(1, min(threads(), -(-args.tokens // store.RUN), size // WORTH_A_THREAD))
     POOL.run(lambda: write(args, k, v, tg), n_threads)

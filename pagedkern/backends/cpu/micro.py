@@ -21,6 +21,24 @@ from pagedkern.backends.cpu.jit import LITERAL, TARGET, TargetKey, emitter
 from pagedkern.backends.cpu.simd import F32, I32, I64, NEG_INF, Builder, Value, const, i64
 
 TILE = 64  # tokens
+LINE = 64  # bytes of a cache line
+
+
+@emitter(void, LITERAL, int64, int64)
+def prefetch_rows(b: Builder, tokens: int, ahead: Value, lines: Value) -> None:
+    """Ask for the first `lines` cache lines of K and V of a few tokens.
+
+    ahead: int64 [tokens] addresses of K, and TILE entries behind them those of V. Two streams at a time come in faster
+    than one.
+    """
+    at = [simd.load(b, I64, b.add(ahead, i64(8 * (t + v * TILE)))) for t in range(tokens) for v in (0, 1)]
+
+    def body(i: Value, _: list[Value]) -> list[Value]:
+        for a in at:
+            simd.prefetch(b, b.add(a, b.mul(i, i64(LINE))))
+        return []
+
+    simd.loop(b, lines, [], body)
 
 
 @emitter(void, TARGET, LITERAL, LITERAL, int64, int64, int64, int64, int64, int64)
@@ -73,7 +91,7 @@ def scores(
             simd.store(b, simd.pick(b, total, total, at), b.add(s, b.mul(s_row, i64(r))))
 
 
-@emitter(void, TARGET, LITERAL, LITERAL, int64, int64, int64, int64, int64, int64, int64)
+@emitter(void, TARGET, LITERAL, LITERAL, int64, int64, int64, int64, int64, int64, int64, int64)
 def accumulate(
     b: Builder,
     key: TargetKey,
@@ -86,12 +104,14 @@ def accumulate(
     o_row: Value,
     alpha: Value,
     count: Value,
+    ahead: Value,
 ) -> None:
     """o[r] = o[r] * alpha[r] + sum over the tile of p[r, t] * v[t], for some columns of `rows` rows.
 
     p: float32 [rows, TILE]; values: int64 [TILE] addresses, columns starting `offset` bytes behind them; o: float32,
-    row stride o_row bytes; alpha: float32 [rows]. `source` says what the addresses lead to: "wide" and "chunk" cache
-    rows, of which four vectors, or one chunk of `count` elements, are taken; "packed" float32 rows in kernel order.
+    row stride o_row bytes; alpha: float32 [rows]; ahead: as in `prefetch_rows`, of which half a tile is prefetched.
+    `source` says what the addresses lead to: "wide" and "chunk" cache rows, of which four vectors, or one chunk of
+    `count` elements, are taken; "packed" float32 rows in kernel order.
     """
     n, size = key.lanes, ITEMSIZE[key.kv_dtype]
     kind = ir.VectorType(F32, n)
@@ -110,8 +130,16 @@ def accumulate(
         parts = range(0, vectors, units(key))
         return [x for u in parts for x in widen_cache(b, key, b.add(address, i64(u * n * size)))]
 
+    def prefetch(t: Value) -> None:  # these columns of K and V in turn, two tokens' worth of steps for each token
+        token = b.add(b.ashr(t, i64(1)), b.mul(b.and_(t, i64(1)), i64(TILE)))
+        address = b.add(simd.load(b, I64, b.add(ahead, b.mul(token, i64(8)))), offset)
+        for line in range(-(-vectors * n * size // LINE)):
+            simd.prefetch(b, b.add(address, i64(LINE * line)))
+
     def body(t: Value, carried: list[Value]) -> list[Value]:
         carried = list(carried)
+        if source == "wide":
+            prefetch(t)
         v = read(b.add(simd.load(b, I64, b.add(values, b.mul(t, i64(8)))), offset))
         for r in range(rows):
             at = b.add(b.add(p, i64(4 * TILE * r)), b.mul(t, i64(4)))

@@ -90,6 +90,12 @@ def store(b: Builder, x: Value, address: Value, count: Value | None = None) -> N
     call(b, f"llvm.masked.store.{suffix(x.type)}.p0", ir.VoidType(), x, p, align, mask)
 
 
+def prefetch(b: Builder, address: Value) -> None:
+    """Begin to load the cache line of an address, for reading, into the second-level cache; never faults."""
+    p = b.inttoptr(address, I8.as_pointer())
+    call(b, "llvm.prefetch.p0", ir.VoidType(), p, *(ir.Constant(I32, x) for x in (0, 2, 1)))
+
+
 def loop(
     b: Builder,
     count: Value,
