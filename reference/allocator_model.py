@@ -7,7 +7,7 @@ file imports nothing of it. It predicts counts, sharing, copies, cache hits, evi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class NoRoom(Exception):
@@ -16,13 +16,11 @@ class NoRoom(Exception):
 
 @dataclass(eq=False)
 class Node:
-    """One exact prefix that ends with a full block. Its block may be gone; then it is found no more, nor what
-    follows.
-    """
+    """One exact prefix that ends with a full block. Without a block it is found no more, nor what follows it."""
 
     parent: Node | None = None
     tokens: tuple[int, ...] = ()
-    block: Block | None = None
+    blocks: dict[str, Block] = field(default_factory=dict)  # by memory: "device", "host"
     children: list[Node] = field(default_factory=list)
 
 
@@ -30,14 +28,93 @@ class Node:
 class Block:
     """The contents of one physical block, from the time it is handed out until somebody else gets it."""
 
+    pool: Pool
     owners: int = 1
     fences: int = 0
+    seals: list[int] = field(default_factory=list)  # leading tokens that must stay
     node: Node | None = None  # the prefix that its contents complete
     level: int = 0
+    twin: Block | None = None  # in the other memory, with the same contents
+    incoming: Block | None = None  # the host's block that the next step moves here
+    arriving: Plan | None = None  # the plan in flight that moves the contents here
 
     @property
     def cached(self) -> bool:
-        return self.node is not None and self.node.block is self
+        return self.node is not None and self.node.blocks.get(self.pool.name) is self
+
+    def forget(self) -> None:
+        """It is not cached any more."""
+        if self.cached:
+            assert self.node is not None
+            assert self.node.parent is not None
+            del self.node.blocks[self.pool.name]
+            self.pool.num_cached -= 1
+            if not self.node.blocks:
+                self.node.parent.children.remove(self.node)
+            self.node = None
+
+    def untwin(self) -> None:
+        if self.twin is not None:
+            self.twin.twin = None
+            self.twin = None
+
+
+class Pool:
+    """One memory: so many blank blocks, and the free ones that are cached, least recently used first."""
+
+    def __init__(self, name: str, num_blocks: int) -> None:
+        self.name = name
+        self.num_blank = num_blocks
+        self.num_cached = 0
+        self.idle: list[Block] = []
+
+    @property
+    def num_free(self) -> int:
+        return self.num_blank + len(self.idle)
+
+    def num_idle_of(self, blocks: list[Block]) -> int:
+        return sum(b in self.idle for b in blocks)
+
+    def take(self, count: int) -> list[Block]:
+        if count > self.num_free:
+            raise NoRoom
+        for _ in range(count):
+            if self.num_blank:
+                self.num_blank -= 1
+            else:
+                victim = min(self.idle, key=lambda b: b.level)  # the first of the lowest level
+                self.idle.remove(victim)
+                victim.forget()
+        return [Block(self) for _ in range(count)]
+
+    def settle(self, block: Block) -> None:
+        """A block lost an owner or a fence: it may be free now."""
+        if block.owners == 0 and block.fences == 0:
+            if block.cached:
+                self.idle.append(block)
+            else:
+                self.num_blank += 1
+
+    def retain(self, block: Block) -> None:
+        if block in self.idle:
+            self.idle.remove(block)
+        block.owners += 1
+
+
+def release(blocks: list[Block | None], level: int = 0) -> None:
+    """One owner less, tails before heads."""
+    owned = [b for b in reversed(blocks) if b is not None]
+    for block in owned:
+        block.owners -= 1
+        if block.owners == 0:
+            block.level = level
+        block.pool.settle(block)
+    for block in owned:
+        if block.owners == 0:
+            block.untwin()
+            if block.incoming is not None:
+                expected, block.incoming = block.incoming, None
+                release([expected])
 
 
 @dataclass(eq=False)
@@ -53,104 +130,57 @@ class Seq:
     scheduled: int = 0
     registered: int = 0
     level: int = 0
-    live: bool = True
+    state: str = "live"
+    arriving: bool = False
     pending: list[Plan] = field(default_factory=list)
+
+    @property
+    def exists(self) -> bool:
+        return self.state != "freed"
 
 
 @dataclass(eq=False)
 class Row:
+    """What a plan does for one sequence."""
+
     seq: Seq
-    start: int
-    end: int
-    base: int
-    num_blocks: int
+    start: int = 0
+    end: int = 0
+    base: int = 0
+    num_blocks: int = 0
     replaced: list[tuple[int, Block, Block]] = field(default_factory=list)
+    before: tuple[str, list[Block | None], bool] | None = None  # of a swap
+    rides: bool = False  # only waits for it
 
 
 @dataclass(eq=False)
 class Plan:
-    rows: list[Row]
-    copies: list[tuple[Block, Block]] = field(default_factory=list)
+    number: int
+    rows: list[Row] = field(default_factory=list)
+    moves: list[tuple[str, Block, Block]] = field(default_factory=list)
     held: list[Block] = field(default_factory=list)
+    seals: list[tuple[Block, int]] = field(default_factory=list)
+    arrivals: list[tuple[Block, Block]] = field(default_factory=list)
+    brings: bool = False
 
 
 class Model:
     """See the module."""
 
-    def __init__(self, num_blocks: int, block_size: int, caching: bool = True, reserve: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, caching: bool = True, reserve: int = 0, num_host_blocks: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         self.size = block_size
         self.caching = caching
         self.reserve = reserve  # blocks that admission leaves free
-        self.num_blank = num_blocks
-        self.idle: list[Block] = []  # free but cached, least recently used first
+        self.device, self.host = Pool("device", num_blocks), Pool("host", num_host_blocks)
         self.roots: dict[object, Node] = {}
-        self.num_cached = 0
-
-    # Blocks.
-
-    @property
-    def num_free(self) -> int:
-        return self.num_blank + len(self.idle)
+        self.seqs: list[Seq] = []
+        self.num_plans = 0
 
     def blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.size - 1) // self.size
-
-    def take(self, count: int) -> list[Block]:
-        if count > self.num_free:
-            raise NoRoom
-        for _ in range(count):
-            if self.num_blank:
-                self.num_blank -= 1
-            else:
-                victim = min(self.idle, key=lambda b: b.level)  # the first of the lowest level
-                self.idle.remove(victim)
-                self.forget(victim)
-        return [Block() for _ in range(count)]
-
-    def forget(self, block: Block) -> None:
-        """The block is not cached any more."""
-        assert block.node is not None
-        assert block.node.parent is not None
-        block.node.parent.children.remove(block.node)
-        block.node.block = None
-        block.node = None
-        self.num_cached -= 1
-
-    def settle(self, block: Block) -> None:
-        """A block lost an owner or a fence: it may be free now."""
-        if block.owners == 0 and block.fences == 0:
-            if block.cached:
-                self.idle.append(block)
-            else:
-                self.num_blank += 1
-
-    def release(self, blocks: list[Block | None], level: int = 0) -> None:
-        """Tails before heads."""
-        for block in reversed(blocks):
-            if block is not None:
-                block.owners -= 1
-                if block.owners == 0:
-                    block.level = level
-                self.settle(block)
-
-    def retain(self, block: Block) -> None:
-        if block in self.idle:
-            self.idle.remove(block)
-        block.owners += 1
-
-    def give_up(self, seq: Seq, blocks: list[Block | None]) -> None:
-        for plan in seq.pending:
-            for block in reversed(blocks):
-                if block is not None:
-                    block.fences += 1
-                    plan.held.append(block)
-        self.release(blocks, seq.level)
-
-    def land(self, plan: Plan) -> None:
-        for block in plan.held:
-            block.fences -= 1
-            self.settle(block)
 
     # Prefix cache.
 
@@ -162,96 +192,171 @@ class Model:
             node = next((c for c in node.children if c.tokens == wanted), None) if node else None
             if node is None:
                 break
-            assert node.block is not None
-            hits.append(node.block)
+            hits.append(node.blocks.get("device") or node.blocks["host"])
         return hits
 
-    def enter(self, seq: Seq) -> None:
-        """Cache what has been computed."""
-        while seq.root is not None and (seq.registered + 1) * self.size <= seq.computed:
-            i = seq.registered
-            tokens = seq.tokens[i * self.size : (i + 1) * self.size]
+    def enter(self, seq: Seq, pool: Pool, registered: int) -> int:
+        """Cache what has been computed. Returns how many leading blocks are settled."""
+        i = registered
+        while seq.root is not None and (i + 1) * self.size <= seq.computed:
+            tokens = tuple(seq.tokens[i * self.size : (i + 1) * self.size])
             if None in seq.tokens[: (i + 1) * self.size]:
-                return
+                break
             block, before = seq.blocks[i], seq.blocks[i - 1] if i else None
             if block is None or (i and before is None):
-                seq.root = None
-                return
-            parent = before.node if before is not None else seq.root
-            assert parent is not None
-            twin = next((c for c in parent.children if c.tokens == tuple(tokens)), None)
-            if twin is None:
-                twin = Node(parent, tuple(tokens), block)  # type: ignore[arg-type]
-                parent.children.append(twin)
-                self.num_cached += 1
-            block.node = twin
-            seq.registered += 1
+                if pool is self.device:
+                    seq.root = None
+                break
+            if not block.cached:
+                parent = before.node if before is not None else seq.root
+                assert parent is not None
+                node = next((c for c in parent.children if c.tokens == tokens), None)
+                if node is None:
+                    node = Node(parent, tokens)  # type: ignore[arg-type]
+                    parent.children.append(node)
+                if pool.name not in node.blocks:
+                    node.blocks[pool.name] = block
+                    pool.num_cached += 1
+                block.node = node
+            i += 1
+        return i
 
     # Operations.
 
     def verdict(self, tokens: list[int] | int, salt: object = None) -> str:
         count = tokens if isinstance(tokens, int) else len(tokens)
         hits = self.match(tokens, salt) if self.caching and not isinstance(tokens, int) else []
+        here = [b for b in hits if b.pool is self.device]
         if self.blocks_for(count) > self.num_blocks - self.reserve:
             return "never"
-        free = self.num_free - sum(b in self.idle for b in hits)
-        return "ok" if self.blocks_for(count) - len(hits) + self.reserve <= free else "later"
+        free = self.device.num_free - self.device.num_idle_of(here)
+        return "ok" if self.blocks_for(count) - len(here) + self.reserve <= free else "later"
 
     def create(self, tokens: list[int] | int, salt: object = None, level: int = 0) -> Seq:
         shares = self.caching and not isinstance(tokens, int)
         ids: list[int | None] = [None] * tokens if isinstance(tokens, int) else list(tokens)
         hits = self.match(tokens, salt) if shares else []  # type: ignore[arg-type]
-        missing = self.blocks_for(len(ids)) - len(hits)
-        if missing > self.num_free - sum(b in self.idle for b in hits):
+        here = [b for b in hits if b.pool is self.device]
+        missing = self.blocks_for(len(ids)) - len(here)
+        if missing > self.device.num_free - self.device.num_idle_of(here):
             raise NoRoom
+        for block in here:
+            self.device.retain(block)
+        fresh = self.device.take(missing)
+        blocks: list[Block | None] = []
         for block in hits:
-            self.retain(block)
-        seq = Seq(ids, [*hits, *self.take(missing)], level=level)
+            if block.pool is self.host:
+                self.host.retain(block)
+                blocks.append(fresh.pop(0))
+                blocks[-1].incoming = block  # type: ignore[union-attr]
+            else:
+                blocks.append(block)
+        seq = Seq(ids, [*blocks, *fresh], level=level)
         if shares:
             seq.root = self.roots.setdefault(salt, Node())
         seq.present = len(hits) * self.size
         seq.cached = seq.computed = seq.scheduled = max(0, min(seq.present, len(ids) - 1))
-        seq.registered = len(hits)
+        seq.registered = next((i for i, b in enumerate(hits) if b.pool is self.host), len(hits))
+        seq.arriving = len(here) < len(hits)
+        self.seqs.append(seq)
         return seq
 
     def step(self, seqs: list[Seq], ends: list[int], lookahead: int = 0) -> Plan:
         """The step that computes each sequence up to `ends`; tokens beyond its length are new and must be set after."""
         rows = [Row(s, s.scheduled, e, len(s.tokens), len(s.blocks)) for s, e in zip(seqs, ends, strict=True)]
-        writes: list[tuple[Row, int]] = []
-        lost: dict[Block, int] = {}
+        writes: list[tuple[Row, int, int]] = []
+        lost: dict[Block, list[int]] = {}
         rewritten: list[Block] = []
         grown = 0
         for row in rows:
             grown += max(0, self.blocks_for(row.end + lookahead) - len(row.seq.blocks))
             start = max(row.start, row.seq.present)
             for i in range(start // self.size, min(self.blocks_for(row.end), len(row.seq.blocks))):
-                block = row.seq.blocks[i]
+                block, kept = row.seq.blocks[i], max(0, start - i * self.size)
                 assert block is not None
-                if block.owners - lost.get(block, 0) > 1:
-                    lost[block] = lost.get(block, 0) + 1
-                    writes.append((row, i))
-                elif block.cached:
+                left = lost.get(block, [])
+                if block.owners - len(left) > 1 or any(kept < n for n in left + block.seals):
+                    lost.setdefault(block, []).append(kept)
+                    writes.append((row, i, kept))
+                else:
                     rewritten.append(block)
-        fresh = self.take(len(writes) + grown)
-        plan = Plan(rows)
+        fresh = self.device.take(len(writes) + grown)
+        plan = self.plan()
+        plan.rows = rows
+        self.move_in(plan, seqs)
         for block in rewritten:
-            self.forget(block)
-        for row, i in writes:
+            block.forget()
+            block.untwin()
+        for row, i, kept in writes:
             old, new = row.seq.blocks[i], fresh.pop(0)
             assert old is not None
             row.seq.blocks[i] = new
             row.replaced.append((i, old, new))
-            old.fences += 1
-            plan.held.append(old)
-            self.release([old], row.seq.level)
-            if i * self.size < max(row.start, row.seq.present):
-                plan.copies.append((old, new))
-        for row in rows:
+            self.fence(plan, [old])
+            release([old], row.seq.level)
+            if kept:
+                self.seal(plan, old, kept)
+                plan.moves.append(("copy", old, new))
+        for row in [r for r in rows if not r.rides]:
             while len(row.seq.blocks) < self.blocks_for(row.end + lookahead):
                 row.seq.blocks.append(fresh.pop(0))
             row.seq.scheduled = row.end
             row.seq.pending.append(plan)
         return plan
+
+    def move_in(self, plan: Plan, seqs: list[Seq]) -> None:
+        """Prefixes that were found on the host."""
+        wanted: list[Block] = []
+        for block in (b for s in seqs for b in s.blocks):
+            if block is not None and block.incoming is not None and block not in wanted:
+                wanted.append(block)
+        if not wanted:
+            return
+        plan.brings = True
+        plan.arrivals = [(b, b.incoming) for b in wanted if b.incoming is not None]
+        self.fence(plan, [h for _, h in plan.arrivals])
+        for b, h in plan.arrivals:
+            b.incoming = None
+            release([h])
+            plan.moves.append(("swap_in", h, b))
+        for seq in self.seqs:
+            if seq.exists and seq not in seqs and any(b in wanted for b in seq.blocks):
+                self.ride(plan, seq)
+
+    def plan(self) -> Plan:
+        self.num_plans += 1
+        return Plan(self.num_plans)
+
+    def ride(self, plan: Plan, seq: Seq, row: Row | None = None) -> None:
+        if plan not in seq.pending:
+            plan.rows.append(row or Row(seq, rides=True))
+            seq.pending = sorted([*seq.pending, plan], key=lambda p: p.number)
+
+    def fence(self, plan: Plan, blocks: list[Block]) -> None:
+        for block in blocks:
+            block.fences += 1
+            plan.held.append(block)
+
+    def seal(self, plan: Plan, block: Block, num_tokens: int) -> None:
+        block.seals.append(num_tokens)
+        plan.seals.append((block, num_tokens))
+
+    def give_up(self, seq: Seq, blocks: list[Block | None], *plans: Plan) -> None:
+        for plan in (*seq.pending, *plans):
+            self.fence(plan, [b for b in reversed(blocks) if b is not None])
+        release(blocks, seq.level)
+
+    def land(self, plan: Plan) -> None:
+        for block, num_tokens in plan.seals:
+            block.seals.remove(num_tokens)
+        for pool in (self.device, self.host):
+            for block in plan.held:
+                if block.pool is pool:
+                    block.fences -= 1
+                    pool.settle(block)
+        for kind, _, block in plan.moves:
+            if kind != "copy":
+                block.arriving = None
 
     def append(self, seqs: list[Seq], tokens: list[list[int | None]], lookahead: int = 0) -> Plan:
         plan = self.step(seqs, [len(s.tokens) + len(t) for s, t in zip(seqs, tokens, strict=True)], lookahead)
@@ -274,67 +379,171 @@ class Model:
         blocks = seq.blocks[: self.blocks_for(len(seq.tokens))]
         for block in blocks:
             if block is not None:
-                self.retain(block)
-        twin = Seq(
-            list(seq.tokens),
-            blocks,
-            seq.root,
-            seq.cached,
-            seq.present,
-            seq.computed,
-            seq.scheduled,
-            seq.registered,
-            seq.level,
-            True,
-            list(seq.pending),
-        )
+                block.pool.retain(block)
+        twin = replace(seq, tokens=list(seq.tokens), blocks=blocks, pending=[])
         for plan in seq.pending:
             row = next(r for r in plan.rows if r.seq is seq)
-            plan.rows.append(Row(twin, row.start, row.end, row.base, row.num_blocks, list(row.replaced)))
+            self.ride(plan, twin, replace(row, seq=twin, replaced=list(row.replaced)))
+        self.seqs.append(twin)
         return twin
 
     def truncate(self, seq: Seq, length: int) -> None:
         kept = self.blocks_for(length)
         self.give_up(seq, seq.blocks[kept:])
         del seq.blocks[kept:]
-        self.cut(seq, length)
+        del seq.tokens[length:]
+        seq.cached, seq.present = min(seq.cached, length), min(seq.present, length)
+        seq.computed, seq.scheduled = min(seq.computed, length), min(seq.scheduled, length)
+        seq.registered = min(seq.registered, length // self.size)
         for plan in seq.pending:
             for row in plan.rows:
                 if row.seq is seq:
                     row.start, row.end, row.base = (min(x, length) for x in (row.start, row.end, row.base))
 
-    def cut(self, seq: Seq, length: int) -> None:
-        del seq.tokens[length:]
-        seq.cached, seq.present = min(seq.cached, length), min(seq.present, length)
-        seq.computed, seq.scheduled = min(seq.computed, length), min(seq.scheduled, length)
-        seq.registered = min(seq.registered, length // self.size)
-
     def free(self, seq: Seq) -> None:
         self.give_up(seq, seq.blocks)
-        seq.live = False
+        seq.state = "freed"
+        self.seqs.remove(seq)
+
+    def release_window(self, seq: Seq, first_needed: int) -> None:
+        count = first_needed // self.size
+        behind = seq.blocks[:count]
+        if any(b is not None for b in behind):
+            self.give_up(seq, behind)
+            seq.blocks[:count] = [None] * count
+
+    def swap_out(self, seqs: list[Seq]) -> Plan:
+        tables = [s.blocks[: self.blocks_for(s.scheduled)] for s in seqs]
+        plan, places = self.swap(self.device, self.host, "swap_out", seqs, tables, 0)
+        for seq, table in zip(seqs, tables, strict=True):
+            for i, block in enumerate(table):
+                if block is not None:
+                    self.seal(plan, block, min(self.size, seq.scheduled - i * self.size))
+                    if block.incoming is not None and (block, block.incoming) not in plan.arrivals:
+                        plan.arrivals.append((block, block.incoming))
+            self.change_place(plan, seq, [places[b] if b else None for b in table], "swapped out")
+            seq.arriving = False
+        for block, place in places.items():
+            if block.owners and block.incoming is None:
+                self.pair(block, place)
+        return plan
+
+    def swap_in(self, seqs: list[Seq]) -> Plan:
+        tables = [list(s.blocks) for s in seqs]
+        rest = [self.blocks_for(len(s.tokens)) - len(s.blocks) for s in seqs]
+        plan, places = self.swap(self.host, self.device, "swap_in", seqs, tables, sum(rest))
+        plan.brings = True
+        for seq, table, count in zip(seqs, tables, rest, strict=True):
+            blocks = [places[b] if b else None for b in table]
+            self.change_place(plan, seq, [*blocks, *self.device.take(count)], "live")
+            seq.registered = 0
+            seq.arriving = True
+        for block, place in places.items():
+            if block.owners:
+                self.pair(place, block)
+        return plan
+
+    def pair(self, block: Block, other: Block) -> None:
+        if block.twin is None and other.twin is None:
+            block.twin, other.twin = other, block
+
+    def swap(
+        self, source: Pool, target: Pool, kind: str, seqs: list[Seq], tables: list[list[Block | None]], rest: int
+    ) -> tuple[Plan, dict[Block, Block]]:
+        places: dict[Block, Block] = {}
+        order = [b for table in tables for b in table if b is not None]
+        for block in order:
+            known = block.twin or block.incoming
+            if known is None and block.cached and block.node is not None:
+                known = block.node.blocks.get(target.name)
+            if known is not None:
+                places[block] = known
+        missing = [b for b in dict.fromkeys(order) if b not in places]
+        if len(missing) + rest > target.num_free - target.num_idle_of(list(places.values())):
+            raise NoRoom
+        plan = self.plan()
+        for place in places.values():
+            target.retain(place)
+        for block, place in zip(missing, target.take(len(missing)), strict=True):
+            places[block] = place
+        counted: list[Block] = []
+        for seq, table in zip(seqs, tables, strict=True):
+            for block in [b for b in table if b is not None]:
+                if block in counted:
+                    target.retain(places[block])
+                counted.append(block)
+                arriving = places[block].arriving
+                if arriving is not None:
+                    self.ride(arriving, seq)
+        for block in missing:
+            plan.moves.append((kind, block, places[block]))
+            places[block].arriving = plan
+        return plan, places
+
+    def change_place(self, plan: Plan, seq: Seq, blocks: list[Block | None], state: str) -> None:
+        row = Row(seq, before=(seq.state, seq.blocks, seq.arriving))
+        self.give_up(seq, seq.blocks, plan)
+        seq.blocks, seq.state = blocks, state
+        self.ride(plan, seq, row)
 
     def commit(self, plan: Plan) -> None:
         for row in plan.rows:
-            if row.seq.live:
-                assert row.seq.pending.pop(0) is plan
-                row.seq.computed = max(row.seq.computed, row.end)
-                self.enter(row.seq)
+            seq = row.seq
+            if seq.exists:
+                assert seq.pending.pop(0) is plan
+                seq.computed = max(seq.computed, row.end)
+                if seq.arriving:
+                    here = [b for b in seq.blocks if b is not None]
+                    seq.arriving = any(p.brings for p in seq.pending) or any(b.incoming for b in here)
+                if seq.state == "live" and not seq.arriving:
+                    seq.registered = self.enter(seq, self.device, seq.registered)
+                elif seq.state == "swapped out" and row.before is not None and row.before[0] == "live":
+                    self.enter(seq, self.host, 0)
         self.land(plan)
 
     def abort(self, plan: Plan) -> None:
         for row in plan.rows:
             seq = row.seq
-            if not seq.live:
+            if not seq.exists:
                 continue
             assert seq.pending.pop() is plan
-            surplus = seq.blocks[row.num_blocks :]
-            del seq.blocks[row.num_blocks :]
-            for i, old, new in row.replaced:
-                if i < len(seq.blocks) and seq.blocks[i] is new:
-                    seq.blocks[i] = old
-                    self.retain(old)
-                    surplus.append(new)
-            seq.scheduled = min(seq.scheduled, row.start)
-            del seq.tokens[row.base :]
-            self.release(surplus, seq.level)
+            if row.before is not None:
+                self.unswap(plan, row)
+            elif not row.rides:
+                self.take_back(row)
+        for b, h in plan.arrivals:
+            self.expect_again(b, h)
         self.land(plan)
+
+    def expect_again(self, block: Block, expected: Block) -> None:
+        if block.owners and block.incoming is None:
+            self.host.retain(expected)
+            block.incoming = expected
+
+    def take_back(self, row: Row) -> None:
+        seq = row.seq
+        surplus = seq.blocks[row.num_blocks :]
+        del seq.blocks[row.num_blocks :]
+        for i, old, new in row.replaced:
+            if i < len(seq.blocks) and seq.blocks[i] is new:
+                seq.blocks[i] = old
+                self.device.retain(old)
+                surplus.append(new)
+        seq.scheduled = min(seq.scheduled, row.start)
+        del seq.tokens[row.base :]
+        release(surplus, seq.level)
+
+    def unswap(self, plan: Plan, row: Row) -> None:
+        seq, now = row.seq, row.seq.blocks
+        assert row.before is not None
+        seq.state, table, seq.arriving = row.before
+        if seq.state == "swapped out":
+            table = table[: self.blocks_for(seq.scheduled)]
+        for block in table:
+            if block is not None:
+                block.pool.retain(block)
+        for b, h in plan.arrivals:
+            if b in table:
+                self.expect_again(b, h)
+        seq.blocks = list(table)
+        release(now, seq.level)

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from threading import get_ident
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from typing import Concatenate, ParamSpec, TypeVar
 
-from pagedkern.allocator import audit, stepper
+from pagedkern.allocator import audit, stepper, swap
 from pagedkern.allocator.arguments import Tokens, integer, token_ids
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.pool import PRIORITIES
 from pagedkern.allocator.prefix import Salt
-from pagedkern.allocator.sequence import Sequence
-from pagedkern.allocator.step import Phase, Plan, Row, Step, Verdict
-from pagedkern.errors import InvalidArgument, InvalidType, OutOfBlocks, Unsupported
+from pagedkern.allocator.sequence import Sequence, State
+from pagedkern.allocator.step import Phase, Plan, Step, Verdict
+from pagedkern.errors import InvalidArgument, InvalidType, OutOfBlocks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -103,15 +103,14 @@ class BlockAllocator:
     ) -> None:
         num_blocks = integer("num_blocks", num_blocks, 1, 2**31 - 1)
         block_size = integer("block_size", block_size, 1, 2**31 - 1)
-        if integer("num_host_blocks", num_host_blocks, 0, 2**31 - 1):
-            raise Unsupported("num_host_blocks: swapping is not there yet, 0 is accepted")
+        num_host_blocks = integer("num_host_blocks", num_host_blocks, 0, 2**31 - 1)
         if not isinstance(prefix_caching, bool):
             raise InvalidType(f"prefix_caching: got {prefix_caching!r}, True or False is accepted")
         if isinstance(watermark, bool) or not isinstance(watermark, (int, float)):
             raise InvalidType(f"watermark: got {watermark!r}, a number from 0 to below 1 is accepted")
         if not 0 <= watermark < 1:
             raise InvalidArgument(f"watermark: got {watermark}, a number from 0 to below 1 is accepted")
-        self._core = Core(self, num_blocks, block_size, prefix_caching)
+        self._core = Core(self, num_blocks, num_host_blocks, block_size, prefix_caching)
         self._reserve = int(watermark * num_blocks)
         self._thread: int | None = None
 
@@ -131,6 +130,16 @@ class BlockAllocator:
     def num_free_blocks(self) -> int:
         """Blocks that can be handed out now, cached ones that nobody uses included."""
         return self._core.pool.num_free
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks in host memory."""
+        return self._core.host.num_blocks
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Host blocks that can be handed out now, cached ones that nobody uses included."""
+        return self._core.host.num_free
 
     @property
     def num_cached_blocks(self) -> int:
@@ -155,7 +164,7 @@ class BlockAllocator:
         if need > self.num_blocks - self._reserve:
             return Verdict.NEVER
         known = core.prefix.peek_root(_salt(salt)) if core.caching else 0
-        hits = core.prefix.match(known, core.prefix.chunks(ids.tobytes())) if known else []
+        hits = [b for b in core.prefix.match(known, core.prefix.chunks(ids.tobytes())) if b >= 0] if known else []
         free = core.pool.num_free - core.pool.num_idle_of(hits)
         return Verdict.OK if need - len(hits) + self._reserve <= free else Verdict.LATER
 
@@ -181,18 +190,36 @@ class BlockAllocator:
         salt = _salt(salt)
         ids, length = self._prompt(tokens)
         root = core.prefix.root(salt) if core.caching and isinstance(tokens, Iterable) else 0
-        hits = core.prefix.match(root, core.prefix.chunks(ids.tobytes())) if root else []
+        found = core.prefix.match(root, core.prefix.chunks(ids.tobytes())) if root else []
+        hits = [b for b in found if b >= 0]
         missing = core.num_blocks_for(length) - len(hits)
         free = core.pool.num_free - core.pool.num_idle_of(hits)
         if missing > free:
             raise OutOfBlocks(f"create: {missing} blocks needed beside {len(hits)} cached ones, {free} free")
         core.pool.retain(hits)
-        seq = core.add(array("i", hits + core.pool.take(missing)), ids, length)
+        fresh = core.pool.take(missing)
+        if len(hits) == len(found):
+            blocks, registered = hits + fresh, len(hits)
+        else:
+            blocks, registered = self._expect(found, fresh)
+        seq = core.add(array("i", blocks), ids, length)
         seq._root, seq._salt, seq._priority = root, salt, level
-        seq._present = len(hits) * core.block_size
+        seq._present = len(found) * core.block_size
         seq._cached = seq._computed = seq._scheduled = max(0, min(seq._present, length - 1))
-        seq._private = seq._registered = len(hits)
+        seq._private, seq._registered = len(found), registered
+        seq._arriving = len(hits) < len(found)
         return seq
+
+    def _expect(self, found: list[int], fresh: list[int]) -> tuple[list[int], int]:
+        """Blocks for a prefix that is partly on the host, and how many at its start are not."""
+        blocks, rest = [], iter(fresh)
+        for b in found:
+            if b < 0:
+                self._core.pool.expect(block := next(rest), ~b)
+            else:
+                block = b
+            blocks.append(block)
+        return [*blocks, *rest], next(i for i, b in enumerate(found) if b < 0)
 
     @_operation
     def fork(self, seq: Sequence, n: int = 1) -> list[Sequence]:
@@ -229,15 +256,10 @@ class BlockAllocator:
         return forks
 
     def _ride(self, seq: Sequence, fork: Sequence) -> None:
-        """Let a fork take part in the steps in flight of its parent."""
+        """Let a fork take part in the steps and plans in flight of its parent."""
         for plan in seq._pending:
-            rows = cast("list[Row]", plan._rows)
-            row = next(row for row in rows if row.seq is seq)
-            twin = Row(fork, row.start, row.end, row.base, row.num_blocks)
-            twin.cows = list(row.cows)
-            self._core.undo.append((rows.remove, (twin,)))
-            rows.append(twin)
-        fork._pending = seq._pending
+            row = next(row for row in plan._rows or () if row.seq is seq)
+            self._core.ride(plan, fork, row.copy(fork))
 
     @_operation
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
@@ -273,9 +295,47 @@ class BlockAllocator:
         Blocks that a step in flight reads or writes are handed out again only after its commit or abort.
         """
         core = self._core
-        seq = core.own(seq)
+        seq = core.own(seq, "seq", State.LIVE, State.SWAPPED)
         core.give_up(seq, seq._blocks)
         core.remove(seq)
+
+    @_operation
+    def release_window(self, seq: Sequence, first_needed: int) -> None:
+        """Give back the blocks behind a sliding window: those that hold only tokens before `first_needed`.
+
+        Their entries in the block table become -1. The tokens must have been computed. O(blocks of the sequence).
+        """
+        core = self._core
+        seq = core.own(seq)
+        count = integer("first_needed", first_needed, 0, seq._computed) // core.block_size
+        behind = seq._blocks[:count]
+        if max(behind, default=-1) < 0:
+            return
+        core.give_up(seq, behind)
+        seq._blocks = array("i", [-1]) * count + seq._blocks[count:]
+        seq._private = max(seq._private, count)
+        seq._dirty = True
+
+    # Swapping.
+
+    @_operation
+    def swap_out(self, seqs: Iterable[Sequence]) -> Plan:
+        """The plan that moves sequences to host memory. Until `swap_in` their handles are stale, but for `free`.
+
+        A block that several of them share is moved once, and not at all if the host has it already; it stays shared.
+        Their blocks are free when the plan and the steps before it have been committed. What was not computed needs no
+        host block. Raises `OutOfBlocks` for lack of host blocks. O(blocks).
+        """
+        return swap.swap_out(self._core, self._core.own_all(seqs))
+
+    @_operation
+    def swap_in(self, seqs: Iterable[Sequence]) -> Plan:
+        """The plan that brings swapped-out sequences back; they can be used at once, in steps made after it.
+
+        A block that several of them share is moved once, and not at all if the device still has it. Raises
+        `OutOfBlocks` for lack of device blocks, `StaleSequence` for a sequence that is not swapped out. O(blocks).
+        """
+        return swap.swap_in(self._core, self._core.own_all(seqs, State.SWAPPED))
 
     # Steps.
 
@@ -376,7 +436,7 @@ class BlockAllocator:
         plan = self._flying(plan)
         if isinstance(plan, Step) and plan._cohort is not None:
             plan._cohort.stop()
-        stepper.abort(self._core, cast(Step, plan))
+        stepper.abort(self._core, plan)
 
     def _flying(self, plan: object) -> Plan:
         if not isinstance(plan, Plan):

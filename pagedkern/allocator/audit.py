@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -20,12 +19,35 @@ def check(core: Core) -> None:
     _expect(core.in_transaction or not core.undo, f"{len(core.undo)} entries left in the undo log")
     for cohort in core.cohorts.values():
         _check_cohort(cohort)
+    contents = _Contents(core)
     for seq in core.live.values():
         _check_sequence(core, seq)
+        if seq._cohort is None:
+            _check_cached(core, seq, contents)
     _check_plans(core)
-    owners = Counter(b for s in core.live.values() if s._state is State.LIVE for b in s._blocks if b >= 0)
-    fences = Counter(b for plan in core.in_flight.values() for b in plan._held)
-    _check_pool(core.pool, owners, fences)
+    plans = core.in_flight.values()
+    for pool, state in ((core.pool, State.LIVE), (core.host, State.SWAPPED)):
+        owners = Counter(b for s in core.live.values() if s._state is state for b in s._blocks if b >= 0)
+        if pool is core.host:
+            owners += Counter(core.pool.incoming.values())
+        fences = Counter(b for p in plans for b in (p._held if pool is core.pool else p._held_host))
+        _check_pool(pool, owners, fences)
+    seals = Counter(pair for p in plans for pair in p._seals)
+    _expect(seals == Counter((b, n) for b, all in core.pool.seals.items() for n in all), "seals: not the plans' own")
+    _check_moves(core)
+
+
+def _check_moves(core: Core) -> None:
+    """Twins are mutual and owned; contents are expected for owned blocks only, by plans in flight or to come."""
+    for pool in (core.pool, core.host):
+        for b, other in pool.twins.items():
+            _expect(pool.peer.twins.get(other) == b, f"{pool.name} block {b}: its twin {other} has another")
+            _expect(pool.refs[b] > 0 and pool.peer.refs[other] > 0, f"{pool.name} block {b}: twins that nobody owns")
+        for b, plan in pool.arriving.items():
+            _expect(plan.id in core.in_flight, f"{pool.name} block {b}: waits for a plan that is not in flight")
+    for b in core.pool.incoming:
+        _expect(core.pool.refs[b] > 0, f"device block {b}: contents expected, but nobody owns it")
+        _expect(core.prefix.keys[b] is None, f"device block {b}: cached before its contents have come")
 
 
 def _expect(holds: bool, message: str) -> None:
@@ -55,6 +77,7 @@ def _check_pool(pool: BlockPool, owners: Counter[int], fences: Counter[int]) -> 
         )
     for key, b in by_key.items():
         _expect(keys[b] == key, f"{pool.name} block {b}: cached under a key that is not its own")
+        _expect(key[0] > 0, f"{pool.name} block {b}: cached behind no prefix")
     nodes = [pool.prefix.nodes[b] for b in by_key.values()]
     _expect(len(set(nodes)) == len(nodes), f"{pool.name}: two cached blocks stand for the same prefix")
 
@@ -64,7 +87,8 @@ def _check_sequence(core: Core, seq: Sequence) -> None:
     _expect(seq._owner is core.owner and seq._state is not State.FREED, f"{name}: listed as live, but {seq.state}")
     held = [b for b in seq._blocks if b >= 0]
     _expect(len(set(held)) == len(held), f"{name}: a block stands twice in its table")
-    _expect(len(seq._blocks) >= core.num_blocks_for(seq.num_tokens), f"{name}: fewer blocks than its tokens need")
+    held_tokens = seq._scheduled if seq._state is State.SWAPPED else seq.num_tokens
+    _expect(len(seq._blocks) >= core.num_blocks_for(held_tokens), f"{name}: fewer blocks than its tokens need")
     _expect(0 <= seq._cached <= seq.num_computed_tokens <= seq.num_tokens, f"{name}: counts out of order: {seq}")
     _expect(all(p.id in core.in_flight for p in seq._pending), f"{name}: waits for a plan that is not in flight")
     ids = [p.id for p in seq._pending]
@@ -74,27 +98,64 @@ def _check_sequence(core: Core, seq: Sequence) -> None:
     _expect(seq._computed <= seq._scheduled <= seq._length, f"{name}: scheduled {seq._scheduled} out of order: {seq}")
     _expect(len(seq._tokens) <= seq._length, f"{name}: more token ids than tokens")
     _expect(seq._registered * size <= seq._computed or seq._present > seq._computed, f"{name}: caches too much")
-    _expect(seq._private <= len(seq._blocks), f"{name}: private blocks from {seq._private} on, has {len(seq._blocks)}")
-    _check_blocks(core, seq)
+    if seq._state is State.LIVE:
+        _check_blocks(core, seq)
 
 
 def _check_blocks(core: Core, seq: Sequence) -> None:
-    """Blocks said to be private are, and cached blocks lie under the tokens and the prefix that the sequence has."""
-    size, prefix = core.block_size, core.prefix
+    """Blocks said to be private are."""
+    prefix = core.prefix
+    _expect(seq._private <= len(seq._blocks), f"sequence {seq.id}: private from {seq._private} on, beyond its blocks")
     for b in seq._blocks[seq._private :]:
         _expect(core.pool.refs[b] == 1, f"sequence {seq.id}: block {b} should be its own alone")
         _expect(prefix.keys[b] is None, f"sequence {seq.id}: block {b} should not be cached")
-    node = seq._root
-    for i in range(seq._registered if seq._root else 0):
-        b = seq._blocks[i]
-        if b < 0:
-            return
-        key = prefix.keys[b]
-        if key is not None and (i == 0 or seq._blocks[i - 1] >= 0):
-            _expect(key[0] == node, f"sequence {seq.id}: block {b} is cached behind another prefix")
-            tokens = array("q", seq._tokens[i * size : (i + 1) * size])
-            _expect(key[1] == tokens.tobytes(), f"sequence {seq.id}: block {b} is cached with other tokens")
-        node = prefix.nodes[b]
+        _expect(b not in core.pool.twins, f"sequence {seq.id}: block {b} may be written, but has a twin")
+
+
+class _Contents:
+    """What each node stands for, as far as the cached blocks tell: a number for each exact prefix."""
+
+    def __init__(self, core: Core) -> None:
+        self._keys = {
+            index.nodes[b]: key for index in (core.prefix, core.host.prefix) for key, b in index.items()
+        }  # of each node that has a block
+        self._numbers: dict[tuple[int | None, bytes], int] = {}
+        self._of_node: dict[int, int | None] = {s._root: -s._root for s in core.live.values()}
+        self._of_node |= {root: -root for root in core.prefix.roots()}
+
+    def extend(self, prefix: int | None, chunk: bytes) -> int | None:
+        """The number of a prefix with one block more."""
+        return None if prefix is None else self._numbers.setdefault((prefix, bytes(chunk)), len(self._numbers) + 1)
+
+    def of(self, node: int) -> int | None:
+        """The number of what a node stands for; None if a block before it is gone."""
+        path = []
+        while node not in self._of_node:
+            path.append(node)
+            key = self._keys.get(node)
+            if key is None:
+                self._of_node[node] = None
+                break
+            node = key[0]
+        for below in reversed(path):
+            if below not in self._of_node:
+                parent, chunk = self._keys[below]
+                self._of_node[below] = self.extend(self._of_node[parent], chunk)
+        return self._of_node[path[0] if path else node]
+
+
+def _check_cached(core: Core, seq: Sequence, contents: _Contents) -> None:
+    """Its blocks are cached behind the prefix and with the tokens that it has."""
+    index, size = core.pool_of(seq).prefix, core.block_size
+    prefix: int | None = -seq._root
+    for i in range(seq._registered if seq._root and seq._state is State.LIVE else 0):
+        tokens = seq._tokens[i * size : (i + 1) * size].tobytes()
+        key = index.keys[seq._blocks[i]] if seq._blocks[i] >= 0 else None
+        if key is not None:
+            known = contents.of(key[0])
+            _expect(known in (None, prefix), f"sequence {seq.id}: block {i} is cached behind another prefix")
+            _expect(key[1] == tokens, f"sequence {seq.id}: block {i} is cached with other tokens")
+        prefix = contents.extend(prefix, tokens)
 
 
 def _check_cohort(cohort: Cohort) -> None:

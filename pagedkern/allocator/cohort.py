@@ -55,7 +55,8 @@ class Cohort:
         if not seqs or any(known) != all(known):
             return
         for s in seqs:
-            if len(s._blocks) != -(-s._length // size) or (s._registered and s._blocks[s._registered - 1] < 0):
+            behind = s._blocks[max(0, s._registered - 1) :]  # what the cache does not know yet, and the block before
+            if len(s._blocks) != -(-s._length // size) or (known[0] and min(behind) < 0):
                 return
         cohort = cls(core, step, table, logs=known[0])
         for row, s in enumerate(seqs):

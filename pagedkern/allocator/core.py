@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from itertools import count
 from typing import TYPE_CHECKING
 
 from pagedkern.allocator.pool import BlockPool
 from pagedkern.allocator.prefix import PrefixIndex
 from pagedkern.allocator.sequence import Sequence, State
-from pagedkern.allocator.step import Phase, Plan, Table
+from pagedkern.allocator.step import Phase, Plan, Row, Table
 from pagedkern.allocator.undo import UndoLog
 from pagedkern.errors import InvalidArgument, InvalidType, StaleSequence
 
@@ -20,13 +21,20 @@ if TYPE_CHECKING:
 class Core:
     """Pools, prefix index, live sequences, plans in flight, undo log of one allocator."""
 
-    def __init__(self, owner: object, num_blocks: int, block_size: int, caching: bool) -> None:
+    def __init__(self, owner: object, num_blocks: int, num_host_blocks: int, block_size: int, caching: bool) -> None:
         self.owner = owner
         self.block_size = block_size
         self.caching = caching
         self.undo = UndoLog()
-        self.prefix = PrefixIndex(num_blocks, block_size, self.undo, count(1))
+        nodes = count(1)
+        self.prefix = PrefixIndex(num_blocks, block_size, self.undo, nodes)
         self.pool = BlockPool("device", num_blocks, self.prefix, self.undo)
+        self.host = BlockPool(
+            "host", num_host_blocks, PrefixIndex(num_host_blocks, block_size, self.undo, nodes), self.undo
+        )
+        self.pool.peer, self.host.peer = self.host, self.pool
+        if num_host_blocks:
+            self.prefix.peer, self.host.prefix.peer = self.host.prefix, self.prefix
         self.live: dict[int, Sequence] = {}  # by id, swapped-out ones included
         self.in_flight: dict[int, Plan] = {}  # by id
         self.cohorts: dict[int, Cohort] = {}  # the active ones
@@ -63,7 +71,7 @@ class Core:
             for seq in cohort.seqs:
                 seq._sync()
 
-    def own(self, seq: object, name: str = "seq", state: State = State.LIVE) -> Sequence:
+    def own(self, seq: object, name: str = "seq", *states: State) -> Sequence:
         """The sequence, taken out of its cohort and ready to be changed, or the error that its handle is stale.
 
         Changes made to it from now on are undone by the undo log.
@@ -72,8 +80,10 @@ class Core:
             raise InvalidType(f"{name}: got {type(seq).__name__}, a Sequence is accepted")
         if seq._owner is not self.owner:
             raise StaleSequence(f"{name}: sequence {seq.id} belongs to another allocator")
-        if seq._state is not state:
-            raise StaleSequence(f"{name}: sequence {seq.id} is {seq.state}, accepted is one that is {state.value}")
+        states = states or (State.LIVE,)
+        if seq._state not in states:
+            accepted = " or ".join(state.value for state in states)
+            raise StaleSequence(f"{name}: sequence {seq.id} is {seq.state}, accepted is one that is {accepted}")
         self.detach(seq)
         self.undo.append((seq._restore, seq._saved()))
         return seq
@@ -109,30 +119,92 @@ class Core:
         """The plan is committed or aborted: its fences go."""
         del self.in_flight[plan.id]
         self.undo.append((self.in_flight.__setitem__, (plan.id, plan)))
+        for b, num_tokens in plan._seals:
+            self.pool.unseal(b, num_tokens)
         if plan._held:
             self.pool.unhold(plan._held)
+        if plan._held_host:
+            self.host.unhold(plan._held_host)
+        for pool in (self.pool, self.host) if self.pool.arriving or self.host.arriving else ():
+            for b in [b for b, arrival in pool.arriving.items() if arrival is plan]:
+                del pool.arriving[b]
+                self.undo.append((pool.arriving.__setitem__, (b, plan)))
+
+    def arrive(self, pool: BlockPool, plan: Plan, blocks: list[int]) -> None:
+        """The plan moves contents into these blocks: whoever shares them before its commit depends on it."""
+        for b in blocks:
+            pool.arriving[b] = plan
+            self.undo.append((pool.arriving.__delitem__, (b,)))
+
+    def ride(self, plan: Plan, seq: Sequence, row: Row | None = None) -> None:
+        """Let a sequence depend on a plan in flight: it is committed before later ones and aborted after them."""
+        if plan in seq._pending:
+            return
+        if row is None:
+            row = Row(seq, 0, 0, seq._length, len(seq._blocks))
+            row.rides = True
+        if plan._rows is not None:
+            plan._rows.append(row)
+            self.undo.append((plan._rows.remove, (row,)))
+        seq._pending = tuple(sorted((*seq._pending, plan), key=lambda p: p.id))
+
+    def awaits(self, seq: Sequence) -> bool:
+        """Whether contents of its blocks are still to come from the host. O(its blocks)."""
+        return any(plan._brings for plan in seq._pending) or not self.pool.incoming.keys().isdisjoint(seq._blocks)
 
     def next_plan(self) -> int:
         self.last_plan += 1
         return self.last_plan
 
-    def fence(self, plan: Plan, blocks: list[int]) -> None:
+    def pool_of(self, seq: Sequence) -> BlockPool:
+        """The memory where the sequence's blocks are."""
+        return self.host if seq._state is State.SWAPPED else self.pool
+
+    def fence(self, plan: Plan, blocks: Iterable[int], pool: BlockPool) -> None:
         """Keep owned blocks from being handed out until the plan has landed."""
         self.undo.append((plan._restore, plan._saved()))
-        self.pool.hold(blocks)
-        plan._held += blocks
+        fenced = [b for b in blocks if b >= 0]
+        pool.hold(fenced)
+        if pool is self.pool:
+            plan._held += fenced
+        else:
+            plan._held_host += fenced
 
-    def give_up(self, seq: Sequence, blocks: array[int]) -> None:
-        """Release blocks of a sequence, behind the fences of the plans in flight that read or write them."""
-        for plan in seq._pending:
-            self.fence(plan, [b for b in reversed(blocks) if b >= 0])
-        self.pool.release(blocks, seq._priority)
+    def seal(self, plan: Plan, b: int, num_tokens: int) -> None:
+        """Keep the first tokens of a fenced block as they are until the plan has landed."""
+        self.undo.append((plan._restore, plan._saved()))
+        self.pool.seal(b, num_tokens)
+        plan._seals.append((b, num_tokens))
+
+    def give_up(self, seq: Sequence, blocks: array[int], *plans: Plan) -> None:
+        """Release blocks of a sequence, behind the fences of the plans that read or write them."""
+        pool = self.pool_of(seq)
+        for plan in (*seq._pending, *plans):
+            self.fence(plan, reversed(blocks), pool)
+        pool.release(blocks, seq._priority)
+
+    def rewrite(self, blocks: list[int]) -> None:
+        """Blocks are about to be written by their only owner: they are not cached and have no twin any more."""
+        cached = [b for b in blocks if self.prefix.keys[b] is not None]
+        if cached:
+            self.prefix.remove(cached)
+        for b in blocks:
+            if b in self.pool.twins:
+                self.pool.untwin(b)
+
+    def cache_on_host(self, seq: Sequence) -> None:
+        """Enter the full, computed blocks of a sequence that has been swapped out into the host's index."""
+        size = self.block_size
+        full = min(seq._computed, len(seq._tokens)) // size
+        blocks = seq._blocks[:full].tolist()
+        if full and seq._root and min(blocks) >= 0:
+            self.host.prefix.insert(seq._root, self.prefix.chunks(seq._tokens[: full * size].tobytes()), blocks)
 
     def cache(self, seq: Sequence) -> None:
         """Enter the full, computed blocks that the prefix cache does not know yet. O(those blocks)."""
         size, start = self.block_size, seq._registered
         full = min(seq._computed, len(seq._tokens)) // size
-        if full <= start or not seq._root:
+        if full <= start or not seq._root or seq._arriving:
             return
         blocks = seq._blocks[start:full].tolist()
         behind = seq._blocks[start - 1] if start else 0

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from pagedkern.allocator.idle import IdleQueue
-from pagedkern.allocator.prefix import PrefixIndex
+from pagedkern.allocator.prefix import Key, PrefixIndex
 from pagedkern.allocator.undo import UndoLog
 from pagedkern.errors import OutOfBlocks
+
+if TYPE_CHECKING:
+    from pagedkern.allocator.step import Plan
 
 PRIORITIES = 4
 """Levels of eviction: cached blocks of level 0 are evicted before those of level 1, and so on."""
@@ -26,13 +30,32 @@ class BlockPool:
     Each operation is O(1) for each block that it touches, whatever the size of the pool, and goes into the undo log.
     """
 
-    __slots__ = ("_blank", "_idle", "_level", "_undo", "holds", "name", "prefix", "refs")
+    __slots__ = (
+        "_blank",
+        "_idle",
+        "_level",
+        "_undo",
+        "arriving",
+        "holds",
+        "incoming",
+        "name",
+        "peer",
+        "prefix",
+        "refs",
+        "seals",
+        "twins",
+    )
 
     def __init__(self, name: str, num_blocks: int, prefix: PrefixIndex, undo: UndoLog) -> None:
         self.name = name  # for messages: "device" or "host"
         self.prefix = prefix
         self.refs = [0] * num_blocks
         self.holds: dict[int, int] = {}
+        self.seals: dict[int, tuple[int, ...]] = {}  # leading tokens of a fenced block that nobody may overwrite
+        self.peer = self  # the other memory
+        self.twins: dict[int, int] = {}  # owned block: owned block of the peer with the same contents
+        self.incoming: dict[int, int] = {}  # owned block: the peer's block whose contents the next step moves into it
+        self.arriving: dict[int, Plan] = {}  # block: the plan in flight that moves the peer's contents into it
         self._blank = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest ids come out first
         self._idle = tuple(IdleQueue() for _ in range(PRIORITIES))
         self._level: dict[int, int] = {}  # level of the blocks that were released at another level than 0
@@ -135,6 +158,70 @@ class BlockPool:
             for b in idle:
                 self._set_level(b, level)
         self._give(blank, idle, level)
+        if self.twins or self.incoming:
+            self._part(owned)
+
+    def _part(self, blocks: list[int]) -> None:
+        """Blocks that nobody owns any more have no twin, and need no contents."""
+        for b in blocks:
+            if not self.refs[b]:
+                if b in self.twins:
+                    self.untwin(b)
+                if b in self.incoming:
+                    other = self.incoming.pop(b)
+                    self._undo.append((self.incoming.__setitem__, (b, other)))
+                    self.peer.release([other])
+
+    def expect(self, b: int, other: int) -> None:
+        """The next step that uses block b moves the peer's block into it, which has an owner more until then."""
+        self.peer.retain([other])
+        self.incoming[b] = other
+        self._undo.append((self.incoming.__delitem__, (b,)))
+
+    def receive(self, b: int, other: int) -> None:
+        """The move that `expect` announced is part of a plan now, which fences the peer's block."""
+        del self.incoming[b]
+        self._undo.append((self.incoming.__setitem__, (b, other)))
+        self.peer.release([other])
+
+    def twin(self, b: int, other: int) -> None:
+        """Both blocks are owned and hold the same, unless they have twins already."""
+        if b not in self.twins and other not in self.peer.twins:
+            self._undo.append((self._drop_twin, (b, other)))
+            self._put_twin(b, other)
+
+    def untwin(self, b: int) -> None:
+        """The block is given up or about to be written: it has no twin any more."""
+        other = self.twins[b]
+        self._undo.append((self._put_twin, (b, other)))
+        self._drop_twin(b, other)
+
+    def _put_twin(self, b: int, other: int) -> None:
+        self.twins[b] = other
+        self.peer.twins[other] = b
+
+    def _drop_twin(self, b: int, other: int) -> None:
+        del self.twins[b]
+        del self.peer.twins[other]
+
+    def seal(self, b: int, num_tokens: int) -> None:
+        """Nobody may write the first tokens of a fenced block: `abort` or a move in flight needs them."""
+        self.seals[b] = (*self.seals.get(b, ()), num_tokens)
+        self._undo.append((self._unseal, (b, num_tokens)))
+
+    def unseal(self, b: int, num_tokens: int) -> None:
+        """Take back a `seal`."""
+        self._unseal(b, num_tokens)
+        self._undo.append((self._reseal, (b, num_tokens)))
+
+    def _unseal(self, b: int, num_tokens: int) -> None:
+        levels = list(self.seals.pop(b))
+        levels.remove(num_tokens)
+        if levels:
+            self.seals[b] = tuple(levels)
+
+    def _reseal(self, b: int, num_tokens: int) -> None:
+        self.seals[b] = (*self.seals.get(b, ()), num_tokens)
 
     def _unrelease(self, blocks: list[int]) -> None:
         for b in blocks:
@@ -194,6 +281,10 @@ class BlockPool:
         """Bound the memory of the idle queues. Called between operations."""
         for queue in self._idle:
             queue.compact(len(self.refs))
+
+    def cached(self, key: Key | None) -> int | None:
+        """The block that is cached under a key."""
+        return self.prefix.get(key) if key is not None else None
 
     def free_blocks(self) -> tuple[list[int], list[list[int]]]:
         """The blank blocks, and for each level the idle ones, least recently used first. O(n), for audits."""

@@ -23,7 +23,7 @@ class PrefixIndex:
     and the blocks behind it can be found no more; they leave in their turn.
     """
 
-    __slots__ = ("_by_key", "_next_node", "_roots", "_stride", "_undo", "keys", "nodes")
+    __slots__ = ("_by_key", "_next_node", "_roots", "_stride", "_undo", "keys", "nodes", "peer")
 
     def __init__(self, num_blocks: int, block_size: int, undo: UndoLog, nodes: count[int]) -> None:
         self._by_key: dict[Key, int] = {}
@@ -31,6 +31,7 @@ class PrefixIndex:
         self._stride = 8 * block_size
         self._next_node = nodes
         self._undo = undo
+        self.peer: PrefixIndex | None = None  # the index of the other memory: the same prefix has the same node there
         self.keys: list[Key | None] = [None] * num_blocks  # of each block, None if its contents are not cached
         self.nodes = [0] * num_blocks  # of each full block that a live sequence computed, or that is cached
 
@@ -48,6 +49,10 @@ class PrefixIndex:
             self._roots[salt] = node = next(self._next_node)
         return node
 
+    def roots(self) -> Iterable[int]:
+        """The nodes of the empty prefixes, for audits."""
+        return self._roots.values()
+
     def peek_root(self, salt: Salt) -> int:
         """The node of the empty prefix under a salt, 0 if nothing can be cached under it. Changes nothing."""
         return self._roots.get(salt, 0)
@@ -56,14 +61,26 @@ class PrefixIndex:
         """Packed tokens cut into full blocks; a partial last block is left out."""
         return _cutter(self._stride, len(data) // self._stride).unpack_from(data)
 
+    def get(self, key: Key) -> int | None:
+        """The block cached under a key."""
+        return self._by_key.get(key)
+
     def match(self, node: int, chunks: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix. O(its length)."""
-        get, nodes = self._by_key.get, self.nodes
+        """The blocks of the longest cached prefix, ~b for a block of the other memory where only that has it.
+
+        O(its length).
+        """
+        get, nodes, peer = self._by_key.get, self.nodes, self.peer
         blocks: list[int] = []
         for chunk in chunks:
             block = get((node, chunk))
             if block is None:
-                break
+                other = peer._by_key.get((node, chunk)) if peer is not None else None
+                if other is None:
+                    break
+                node = peer.nodes[other]  # type: ignore[union-attr]
+                blocks.append(~other)
+                continue
             blocks.append(block)
             node = nodes[block]
         return blocks
@@ -74,14 +91,14 @@ class PrefixIndex:
         Where a block with the same contents is cached already, that one stays and ours is not cached, only given the
         same node, so that what follows it can be.
         """
-        get, keys, nodes = self._by_key.get, self.keys, self.nodes
-        self._undo.append((self._set_nodes, (blocks, [nodes[b] for b in blocks])))
-        start = 0
-        for chunk in chunks:
-            known = get((parent, chunk))
-            if known is None:
+        nodes, keys = self.nodes, self.keys
+        start, mixed = 0, any(map(keys.__getitem__, blocks))
+        while start < len(blocks):
+            key = (parent, chunks[start])
+            if not mixed and key not in self._by_key and not self._in_peer(key):
                 break
-            nodes[blocks[start]] = parent = nodes[known]
+            self.insert_one(parent, chunks[start], blocks[start])
+            parent = nodes[blocks[start]]
             start += 1
         fresh = blocks[start:]
         if not fresh:
@@ -89,22 +106,30 @@ class PrefixIndex:
         # Nothing can be cached behind a node that is new, so the rest goes in without looking.
         numbers = [next(self._next_node) for _ in fresh]
         new = list(zip([parent, *numbers], chunks[start:], strict=False))
+        self._undo.append((self._set_nodes, (fresh, [nodes[b] for b in fresh])))
         self._undo.append((self._forget, (fresh,)))
         for b, key, node in zip(fresh, new, numbers, strict=True):
             keys[b] = key
             nodes[b] = node
         self._by_key.update(zip(new, fresh, strict=True))
 
+    def _in_peer(self, key: Key) -> bool:
+        return self.peer is not None and key in self.peer._by_key
+
     def insert_one(self, parent: int, chunk: bytes, block: int) -> None:
         """`insert` of a single block."""
+        if self.keys[block] is not None:  # somebody else who owns it was faster
+            return
         key = (parent, chunk)
         known = self._by_key.get(key)
         self._undo.append((self._set_nodes, ([block], [self.nodes[block]])))
         if known is not None:
             self.nodes[block] = self.nodes[known]
             return
+        peer = self.peer
+        other = peer._by_key.get(key) if peer is not None else None
         self._undo.append((self._forget, ([block],)))
-        self.nodes[block] = next(self._next_node)
+        self.nodes[block] = next(self._next_node) if other is None else peer.nodes[other]  # type: ignore[union-attr]
         self.keys[block] = key
         self._by_key[key] = block
 

@@ -29,6 +29,7 @@ class Sequence:
 
     __slots__ = (
         "__weakref__",
+        "_arriving",
         "_blocks",
         "_cached",
         "_cohort",
@@ -67,6 +68,7 @@ class Sequence:
         self._salt: Any = None
         self._priority = 0
         self._pending: tuple[Plan, ...] = ()  # steps and plans in flight that concern this sequence, oldest first
+        self._arriving = False  # some blocks get their contents from the host, by a move that is not committed
         self._dirty = True  # the row in the last block table of `append` is not up to date
         self._cohort: Cohort | None = None  # the batch whose steps move this sequence, see cohort.py
         self._row = 0
@@ -135,6 +137,8 @@ class Sequence:
             self._private,
             self._registered,
             self._pending,
+            self._root,
+            self._arriving,
         )
 
     def _restore(self, *saved: Any) -> None:
@@ -152,6 +156,8 @@ class Sequence:
             self._private,
             self._registered,
             self._pending,
+            self._root,
+            self._arriving,
         ) = saved
         del self._blocks[num_blocks:]
         del self._tokens[num_tokens:]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 from typing import TYPE_CHECKING, TypeAlias
 
-from pagedkern.allocator.sequence import Sequence
+from pagedkern.allocator.sequence import Sequence, State
 
 if TYPE_CHECKING:
     from pagedkern.allocator.cohort import Cohort
@@ -60,7 +60,7 @@ NO_COPIES = Copies(array("q"), array("q"))
 class Row:
     """What one step in flight does for one sequence: it computes tokens `start .. end-1`."""
 
-    __slots__ = ("base", "cows", "end", "num_blocks", "seq", "start")
+    __slots__ = ("base", "before", "cows", "end", "num_blocks", "rides", "seq", "start")
 
     def __init__(self, seq: Sequence, start: int, end: int, base: int, num_blocks: int) -> None:
         self.seq = seq
@@ -69,6 +69,14 @@ class Row:
         self.base = base  # the sequence's length if the step is aborted
         self.num_blocks = num_blocks  # its table's length then
         self.cows: list[tuple[int, int, int]] = []  # (index in the table, block before, block now)
+        self.before: tuple[State, array[int], bool] | None = None  # of a swap: what `abort` restores
+        self.rides = False  # the sequence only depends on the plan: nothing of its own is done or undone
+
+    def copy(self, seq: Sequence) -> Row:
+        """The same for a fork of the sequence."""
+        row = Row(seq, self.start, self.end, self.base, self.num_blocks)
+        row.cows, row.before, row.rides = list(self.cows), self.before, self.rides
+        return row
 
     def restore(self, start: int, end: int, base: int) -> None:
         """Undo a `clamp`."""
@@ -86,13 +94,29 @@ class Plan:
     commit (or `abort`), blocks that the plan reads or writes are not handed out to anybody else.
     """
 
-    __slots__ = ("_held", "_owner", "_phase", "_rows", "id", "moves", "seqs")
+    __slots__ = (
+        "_arrivals",
+        "_brings",
+        "_held",
+        "_held_host",
+        "_owner",
+        "_phase",
+        "_rows",
+        "_seals",
+        "id",
+        "moves",
+        "seqs",
+    )
 
     def __init__(self, owner: object, ident: int, seqs: List[Sequence], moves: tuple[Move, ...] = ()) -> None:
         self._owner = owner
         self._phase = Phase.IN_FLIGHT
         self._rows: list[Row] | None = []  # None: the cohort that made the step accounts for it
         self._held: list[int] = []  # device blocks fenced for it
+        self._held_host: list[int] = []
+        self._seals: list[tuple[int, int]] = []  # (device block, leading tokens that must stay)
+        self._brings = False  # it moves contents to the device
+        self._arrivals: list[tuple[int, int]] = []  # (device block, host block) of prefixes found on the host
         self.id = ident  # counts steps and plans of one allocator
         self.seqs = seqs  # the sequences, in the order of the rows
         self.moves = moves
@@ -102,12 +126,14 @@ class Plan:
         """ "in flight", "committed" or "aborted"."""
         return self._phase.value
 
-    def _saved(self) -> tuple[Phase, int]:
-        return self._phase, len(self._held)
+    def _saved(self) -> tuple[Phase, int, int, int]:
+        return self._phase, len(self._held), len(self._held_host), len(self._seals)
 
-    def _restore(self, phase: Phase, num_held: int) -> None:
+    def _restore(self, phase: Phase, num_held: int, num_held_host: int, num_seals: int) -> None:
         self._phase = phase
         del self._held[num_held:]
+        del self._held_host[num_held_host:]
+        del self._seals[num_seals:]
 
 
 class Step(Plan):
@@ -145,6 +171,10 @@ class Step(Plan):
         self._owner = owner
         self._phase = Phase.IN_FLIGHT
         self._held = []
+        self._held_host = []
+        self._seals = []
+        self._brings = False
+        self._arrivals = []
         self._rows = None
         self._cohort: Cohort | None = None
         self._fills: list[tuple[Sequence, int, int, bytes]] | None = None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from itertools import accumulate
 
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.step import Copies, Phase, Plan, Row, Step, append_slots, make_table
+from pagedkern.allocator.swap import unswap
 from pagedkern.errors import InvalidArgument
 
 HEADROOM = 8
@@ -29,13 +31,17 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], *, lookahead: i
     step = Step(core.owner, core.next_plan(), seqs)
     step._rows = rows
 
+    if core.pool.incoming:
+        _move_in(core, step)
     if rewritten:
-        core.prefix.remove(rewritten)
+        core.rewrite(rewritten)
     if replaced:
         _copy_on_write(core, step, replaced, fresh)
     size = core.block_size
     for row in rows:
         seq = row.seq
+        if row.rides:
+            continue
         missing = -(-(row.end + lookahead) // size) - len(seq._blocks)
         if missing > 0:
             seq._blocks.extend([next(fresh) for _ in range(missing)])
@@ -54,15 +60,17 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], *, lookahead: i
     return step
 
 
-def _plan(core: Core, rows: list[Row], lookahead: int) -> tuple[list[tuple[Row, int, bool]], list[int], int]:
+def _plan(core: Core, rows: list[Row], lookahead: int) -> tuple[list[tuple[Row, int, int]], list[int], int]:
     """What has to happen before the rows can be written, without changing anything.
 
-    Returns the blocks to replace because somebody else owns them too, as (row, index in its table, whether its contents
-    are needed); the cached blocks that their only owner is going to overwrite; and how many blocks the tables grow by.
+    Returns the blocks to replace because somebody else needs them too, as (row, index in its table, leading tokens to
+    copy); the cached blocks that their only owner is going to overwrite; and how many blocks the tables grow by.
     """
-    size, refs, keys = core.block_size, core.pool.refs, core.prefix.keys
-    given_up: dict[int, int] = {}  # owners that a block loses to this very step: the last one need not copy
-    replaced: list[tuple[Row, int, bool]] = []
+    pool, size, keys = core.pool, core.block_size, core.prefix.keys
+    given_up: dict[
+        int, list[int]
+    ] = {}  # by this very step, for each owner that leaves: tokens that it had in the block
+    replaced: list[tuple[Row, int, int]] = []
     rewritten: list[int] = []
     num_new = 0
     for row in rows:
@@ -70,39 +78,61 @@ def _plan(core: Core, rows: list[Row], lookahead: int) -> tuple[list[tuple[Row, 
         num_new += max(0, -(-(row.end + lookahead) // size) - len(blocks))
         start = max(row.start, seq._present)
         for index in range(start // size, min(-(-row.end // size), seq._private)):
-            b = blocks[index]
-            if refs[b] - given_up.get(b, 0) > 1:
-                given_up[b] = given_up.get(b, 0) + 1
-                replaced.append((row, index, index * size < start))
-            elif keys[b] is not None:
+            b, kept = blocks[index], max(0, start - index * size)
+            left = given_up.get(b, ())
+            # The last owner need not copy, unless it were to overwrite what others still need.
+            if pool.refs[b] - len(left) > 1 or kept < max((*left, *pool.seals.get(b, ())), default=0):
+                given_up.setdefault(b, []).append(kept)
+                replaced.append((row, index, kept))
+            elif keys[b] is not None or b in pool.twins:
                 rewritten.append(b)
     return replaced, rewritten, num_new
 
 
-def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, bool]], fresh: object) -> None:
+def _move_in(core: Core, step: Step) -> None:
+    """Let the step move in, before all else, what the prefixes of its sequences have on the host only."""
+    pool = core.pool
+    blocks = dict.fromkeys(b for row in step._rows or () for b in row.seq._blocks if b in pool.incoming)
+    if not blocks:
+        return
+    step._brings = True
+    step._arrivals = [(b, pool.incoming[b]) for b in blocks]
+    core.fence(step, [h for _, h in step._arrivals], core.host)
+    for b, h in step._arrivals:
+        pool.receive(b, h)
+    step.moves = (("swap_in", array("q", [h for _, h in step._arrivals]), array("q", blocks)),)
+    for seq in core.live.values():
+        if seq._arriving and seq not in step.seqs and not blocks.keys().isdisjoint(seq._blocks):
+            core.detach(seq)
+            core.undo.append((seq._restore, seq._saved()))
+            core.ride(step, seq)
+
+
+def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]], fresh: Iterator[int]) -> None:
     """Give each writer its own block. The old one is fenced: the copy reads it when the step runs."""
     src, dst = array("q"), array("q")
-    for row, index, needed in replaced:
+    for row, index, kept in replaced:
         seq = row.seq
-        old, new = seq._blocks[index], next(fresh)  # type: ignore[call-overload]
+        old, new = seq._blocks[index], next(fresh)
         if not row.cows:
             seq._blocks = seq._blocks[:]
         seq._blocks[index] = new
         seq._dirty = True
         row.cows.append((index, old, new))
-        core.fence(step, [old])
+        core.fence(step, [old], core.pool)
         core.pool.release([old], seq._priority)
-        if needed:
+        if kept:
+            core.seal(step, old, kept)
             src.append(old)
             dst.append(new)
     if src:
         step.copies = Copies(src, dst)
-        step.moves = (("copy", src, dst),)
+        step.moves += (("copy", src, dst),)
 
 
 def _describe(core: Core, step: Step, growing: bool) -> None:
     """Fill in the buffers of a step whose rows are done."""
-    rows, size = step._rows or [], core.block_size
+    rows, size = [row for row in step._rows or () if not row.rides], core.block_size
     counts = [row.end - row.start for row in rows]
     step.seq_lens = array("i", [row.end for row in rows])
     step.cu_seqlens_q = array("i", accumulate(counts, initial=0))
@@ -141,43 +171,58 @@ def commit(core: Core, plan: Plan) -> None:
         seq = row.seq
         seq._pending = seq._pending[1:]
         seq._computed = max(seq._computed, row.end)
+        if seq._arriving:
+            seq._arriving = core.awaits(seq)
         if seq._state is State.LIVE:
             core.cache(seq)
+        elif row.before is not None and row.before[0] is State.LIVE:
+            core.cache_on_host(seq)
     plan._phase = Phase.COMMITTED
     core.land(plan)
 
 
-def abort(core: Core, step: Step) -> None:
-    """The step will not run: its tokens are gone, what it copied on write is shared again, its new blocks are free."""
-    rows = live_rows(step)
+def abort(core: Core, plan: Plan) -> None:
+    """The plan will not run: appended tokens are gone, what was copied on write is shared again, swaps are undone."""
+    rows = live_rows(plan)
     for row in rows:
         core.detach(row.seq)
-        if row.seq._pending[-1] is not step:
+        if row.seq._pending[-1] is not plan:
             raise InvalidArgument(
-                f"step: {row.seq._pending[-1].id} comes after {step.id} for sequence {row.seq.id}, abort that first"
+                f"plan: {row.seq._pending[-1].id} comes after {plan.id} for sequence {row.seq.id}, abort that first"
             )
     if any(row.cows for row in rows):
         core.settle_cohorts()  # a block that is shared again may be the last one of a sequence on the fast path
-    _save(core, step, rows)
+    _save(core, plan, rows)
     for row in rows:
-        seq = row.seq
-        seq._pending = seq._pending[:-1]
-        blocks = seq._blocks[: row.num_blocks]
-        surplus = seq._blocks[row.num_blocks :].tolist()
-        for index, old, new in row.cows:
-            if index < len(blocks) and blocks[index] == new:
-                blocks[index] = old
-                surplus.append(new)
-                core.pool.retain([old])
-                seq._private = max(seq._private, index + 1)
-        seq._blocks, seq._dirty = blocks, True
-        seq._length = min(seq._length, row.base)
-        seq._scheduled = min(seq._scheduled, row.start)
-        seq._tokens = seq._tokens[: seq._length]
-        seq._private = min(seq._private, len(blocks))
-        core.pool.release(surplus, seq._priority)
-    step._phase = Phase.ABORTED
-    core.land(step)
+        row.seq._pending = row.seq._pending[:-1]
+        if row.before is not None:
+            unswap(core, plan, row)
+        elif not row.rides:
+            _take_back(core, row)
+    for b, h in plan._arrivals:
+        if core.pool.refs[b] and b not in core.pool.incoming:
+            core.pool.expect(b, h)
+    plan._phase = Phase.ABORTED
+    core.land(plan)
+
+
+def _take_back(core: Core, row: Row) -> None:
+    """What a step was to do for one sequence is not done."""
+    seq = row.seq
+    blocks = seq._blocks[: row.num_blocks]
+    surplus = seq._blocks[row.num_blocks :].tolist()
+    for index, old, new in row.cows:
+        if index < len(blocks) and blocks[index] == new:
+            blocks[index] = old
+            surplus.append(new)
+            core.pool.retain([old])
+            seq._private = max(seq._private, index + 1)
+    seq._blocks, seq._dirty = blocks, True
+    seq._length = min(seq._length, row.base)
+    seq._scheduled = min(seq._scheduled, row.start)
+    seq._tokens = seq._tokens[: seq._length]
+    seq._private = min(seq._private, len(blocks))
+    core.pool.release(surplus, seq._priority)
 
 
 def live_rows(plan: Plan) -> list[Row]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,11 +35,12 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(4, 32),
         block_size=st.sampled_from([1, 2, 3, 4, 8]),
+        num_host_blocks=st.integers(0, 20),
         caching=st.sampled_from([True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.0, 0.2]),
     )
-    def start(self, num_blocks: int, block_size: int, caching: bool, watermark: float) -> None:
-        self.world = World(num_blocks, block_size, caching, watermark)
+    def start(self, **shape: Any) -> None:
+        self.world = World(**shape)
 
     @invariant()
     def nothing_differs(self) -> None:
@@ -91,6 +93,7 @@ def test_engine_runs_on(part: int) -> None:
         world = World(
             generator.choice([6, 12, 24, 40]),
             generator.choice([1, 2, 3, 4, 5, 16]),
+            generator.choice([0, 5, 20, 50]),
             generator.random() < 0.85,
             generator.choice([0.0, 0.0, 0.2]),
         )

@@ -58,14 +58,23 @@ def fingerprint(allocator: BlockAllocator) -> object:
     for seq in core.live.values():
         core.detach(seq)  # on the fast path, records are derived: settle them to compare
     return (
-        list(core.pool.refs),
-        dict(core.pool.holds),
-        core.pool.free_blocks(),
-        dict(core.prefix.items()),
-        {b: core.prefix.nodes[b] for b in dict(core.prefix.items()).values()},
+        [
+            (
+                list(pool.refs),
+                dict(pool.holds),
+                {b: sorted(levels) for b, levels in pool.seals.items()},
+                pool.free_blocks(),
+                dict(pool.twins),
+                dict(pool.incoming),
+                dict(pool.arriving),
+                dict(pool.prefix.items()),
+                {b: pool.prefix.nodes[b] for b in dict(pool.prefix.items()).values()},
+            )
+            for pool in (core.pool, core.host)
+        ],
         [(s.id, s.state, s._blocks[:], s._tokens[:], *s._saved()[4:], s._root, s._salt) for s in allocator.sequences],
         sorted(core.in_flight),
-        sorted((p.id, p.state, p._held[:]) for p in core.in_flight.values()),
+        sorted((p.id, p.state, p._held[:], p._held_host[:], p._seals[:]) for p in core.in_flight.values()),
     )
 
 
@@ -73,6 +82,7 @@ def fingerprint(allocator: BlockAllocator) -> object:
 class World:
     num_blocks: int = 24
     block_size: int = 4
+    num_host_blocks: int = 12
     caching: bool = True
     watermark: float = 0.0
     transactions: bool = True
@@ -80,6 +90,7 @@ class World:
     flights: list[Flight] = field(default_factory=list)
     dead: list[Sequence] = field(default_factory=list)
     cache: dict[int, int] = field(default_factory=dict)  # slot: value
+    host: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[list[int]]] = field(
         default_factory=dict
     )  # the last block table of append, as a device has it
@@ -91,9 +102,14 @@ class World:
 
     def __post_init__(self) -> None:
         self.real = BlockAllocator(
-            self.num_blocks, self.block_size, prefix_caching=self.caching, watermark=self.watermark
+            self.num_blocks,
+            self.block_size,
+            num_host_blocks=self.num_host_blocks,
+            prefix_caching=self.caching,
+            watermark=self.watermark,
         )
-        self.model = naive.Model(self.num_blocks, self.block_size, self.caching, int(self.watermark * self.num_blocks))
+        reserve = int(self.watermark * self.num_blocks)
+        self.model = naive.Model(self.num_blocks, self.block_size, self.caching, reserve, self.num_host_blocks)
 
     # Choosing.
 
@@ -103,12 +119,16 @@ class World:
         tail = [] if a % 5 else [b % 7, a % 7]
         return (base[:length] + tail)[:40]
 
+    def live(self) -> list[Pair]:
+        return [p for p in self.pairs if p.model.state == "live"]
+
     def pick(self, a: int) -> Pair | None:
-        return self.pairs[a % len(self.pairs)] if self.pairs else None
+        live = self.live()
+        return live[a % len(live)] if live else None
 
     def ready(self, a: int) -> list[Pair]:
         """Some sequences that may be appended to, in some order."""
-        able = [p for p in self.pairs if p.model.scheduled == len(p.model.tokens)]
+        able = [p for p in self.live() if p.model.scheduled == len(p.model.tokens)]
         chosen = [p for i, p in enumerate(able) if a >> i & 1]
         return chosen[::-1] if a & 1 else chosen
 
@@ -153,7 +173,7 @@ class World:
             self.pairs.append(Pair(done[1], done[0], [b % 5] * count))  # type: ignore[arg-type]
 
     def prefill(self, a: int, b: int, c: int) -> None:
-        able = [p for p in self.pairs if p.model.scheduled < len(p.model.tokens)]
+        able = [p for p in self.live() if p.model.scheduled < len(p.model.tokens)]
         chosen = [p for i, p in enumerate(able) if a >> i & 1]
         budget = b % 20 + 1 if c & 1 else None
         done = self.attempt(
@@ -175,7 +195,7 @@ class World:
         """The same batch as before, several times: the fast path."""
         for i in range(a % 12):
             batch = self.last_batch
-            if any(p not in self.pairs or p.model.scheduled < len(p.model.tokens) for p in batch):
+            if any(p not in self.live() or p.model.scheduled < len(p.model.tokens) for p in batch):
                 return
             self._append(batch, [[(b + i + j) % 3] for j in range(len(batch))])
             if c >> i & 1:
@@ -222,12 +242,42 @@ class World:
         pair = self.pick(a)
         if pair:
             length = max(0, len(pair.tokens) - b % 7) if c % 4 else b % (len(pair.tokens) + 1)
+            kept = self.model.blocks_for(length)
+            if length % self.block_size and pair.model.blocks[kept - 1] is None:
+                self.refused(InvalidArgument, lambda: self.real.truncate(pair.real, length))
+                return
             self.real.truncate(pair.real, length)
             self.model.truncate(pair.model, length)
             del pair.tokens[length:]
 
-    def free(self, a: int, b: int, c: int) -> None:
+    def release_window(self, a: int, b: int, c: int) -> None:
         pair = self.pick(a)
+        if pair:
+            first = b % (pair.model.computed + 1)
+            self.real.release_window(pair.real, first)
+            self.model.release_window(pair.model, first)
+
+    def swap_out(self, a: int, b: int, c: int) -> None:
+        self.swap([p for i, p in enumerate(self.live()) if a >> i & 1], "swap_out")
+
+    def swap_in(self, a: int, b: int, c: int) -> None:
+        self.swap([p for i, p in enumerate(p for p in self.pairs if p not in self.live()) if a >> i & 1], "swap_in")
+
+    def swap(self, chosen: list[Pair], name: str) -> None:
+        done = self.attempt(
+            lambda: getattr(self.model, name)([p.model for p in chosen]),
+            lambda: getattr(self.real, name)([p.real for p in chosen]),
+        )
+        if done:
+            self.flights.append(Flight(done[1], done[0], []))  # type: ignore[arg-type]
+            self.same_moves(*done)  # type: ignore[arg-type]
+
+    def same_moves(self, plan: naive.Plan, real: Plan) -> None:
+        moves = [kind for kind, src, dst in real.moves for _ in zip(src, dst, strict=True)]
+        assert moves == [kind for kind, _, _ in plan.moves]
+
+    def free(self, a: int, b: int, c: int) -> None:
+        pair = self.pairs[a % len(self.pairs)] if self.pairs else None
         if pair:
             self.real.free(pair.real)
             self.model.free(pair.model)
@@ -240,7 +290,7 @@ class World:
         flight = self.flights[a % len(self.flights) if b % 4 == 0 else 0]
         if self.inside and not flight.executed:
             return
-        if any(row.seq.live and row.seq.pending[0] is not flight.model for row in flight.model.rows):
+        if any(row.seq.exists and row.seq.pending[0] is not flight.model for row in flight.model.rows):
             self.refused(InvalidArgument, lambda: self.real.commit(flight.real))
             return
         self.execute(flight)
@@ -259,12 +309,12 @@ class World:
         if not self.flights:
             return
         flight = self.flights[a % len(self.flights) if b % 3 == 0 else -1]
-        if any(row.seq.live and row.seq.pending[-1] is not flight.model for row in flight.model.rows):
+        if any(row.seq.exists and row.seq.pending[-1] is not flight.model for row in flight.model.rows):
             self.refused(InvalidArgument, lambda: self.real.abort(flight.real))
             return
         if c % 2 and not self.inside:
             self.execute(flight)  # it did run, and its results are thrown away
-        self.broken |= {pair for pair, *_ in flight.work if not pair.model.live}
+        self.broken |= {pair for pair, *_ in flight.work if not pair.model.exists}
         self.real.abort(flight.real)
         self.model.abort(flight.model)
         self.flights.remove(flight)
@@ -274,9 +324,14 @@ class World:
     def stale(self, a: int, b: int, c: int) -> None:
         other = BlockAllocator(4, 4)
         foreign = other.create(3)
-        old = self.dead[a % len(self.dead)] if self.dead and b % 3 else foreign
+        dead = self.dead + [p.real for p in self.pairs if p not in self.live()]
+        old = dead[a % len(dead)] if dead and b % 3 else foreign
+        if old.state != "swapped out":
+            self.refused(StaleSequence, lambda: self.real.free(old))
+            self.refused(StaleSequence, lambda: self.real.swap_in([old]))
         for call in (
-            lambda: self.real.free(old),
+            lambda: self.real.swap_out([old]),
+            lambda: self.real.release_window(old, 0),
             lambda: self.real.fork(old),
             lambda: self.real.truncate(old, 0),
             lambda: self.real.append([*(p.real for p in self.ready(c)), old]),
@@ -292,7 +347,7 @@ class World:
         pairs = [(p, list(p.tokens)) for p in self.pairs]
         others = list(self.flights), list(self.dead), list(self.last_batch), dict(self.tables)
         before = fingerprint(self.real)
-        actions = ("create", "prefill", "append", "append_many", "fork", "truncate", "free", "commit", "abort")
+        actions = tuple(name for name in ACTIONS if name not in ("stale", "transaction", "append_again"))
         self.inside = True
         with pytest.raises(Undo), self.real.transaction():
             self.some_of(actions, a, b, c)
@@ -318,18 +373,20 @@ class World:
     # Steps.
 
     def batch_of(self, plan: naive.Plan) -> list[Pair]:
-        return [next(p for p in self.pairs if p.model is row.seq) for row in plan.rows]
+        return [next(p for p in self.pairs if p.model is row.seq) for row in plan.rows if not row.rides]
 
     def launched(self, plan: naive.Plan, step: Step, batch: list[Pair], growing: bool) -> None:
         """Check every buffer of a new step against the model."""
         size = self.block_size
+        rows = [row for row in plan.rows if not row.rides]
         assert list(step.seqs) == [p.real for p in batch]
-        assert list(step.seq_lens) == [row.end for row in plan.rows]
-        counts = [row.end - row.start for row in plan.rows]
+        assert list(step.seq_lens) == [row.end for row in rows]
+        counts = [row.end - row.start for row in rows]
         assert list(step.cu_seqlens_q) == [sum(counts[:i]) for i in range(len(counts) + 1)]
         assert step.max_seqlen_q == max(counts, default=0)
         assert step.num_tokens == sum(counts)
-        assert len(step.copies) == len(plan.copies)
+        self.same_moves(plan, step)
+        assert len(step.copies) == sum(kind == "copy" for kind, _, _ in plan.moves)
         table = step.block_table.tolist() if batch else []
         for pair, entries in zip(batch, table, strict=True):
             ids = pair.real.block_ids
@@ -343,11 +400,11 @@ class World:
             assert device == table
             self.tables = {step.id: table, **dict(list(self.tables.items())[:99])}
         slots = []
-        for pair, row, entries in zip(batch, plan.rows, table, strict=True):
+        for pair, row, entries in zip(batch, rows, table, strict=True):
             for position in range(row.start, row.end):
                 there = position < pair.model.present
                 slots.append(-1 if there else entries[position // size] * size + position % size)
-        work = [(p, p.values(), row.start, row.end) for p, row in zip(batch, plan.rows, strict=True)]
+        work = [(p, p.values(), row.start, row.end) for p, row in zip(batch, rows, strict=True)]
         if sum(slots) % 2:  # otherwise they are made when the step runs
             assert list(step.slot_mapping) == slots
         self.flights.append(Flight(step, plan, work))
@@ -363,42 +420,51 @@ class World:
 
     def run(self, flight: Flight) -> None:
         step, size = flight.real, self.block_size
-        assert isinstance(step, Step)
+        where = {
+            "copy": (self.cache, self.cache),
+            "swap_out": (self.cache, self.host),
+            "swap_in": (self.host, self.cache),
+        }
         for kind, src, dst in step.moves:
-            assert kind == "copy"
+            source, target = where[kind]
             assert len(set(dst)) == len(dst)
-            contents = [[self.cache.get(s * size + i) for i in range(size)] for s in src]
+            contents = [[source.get(s * size + i) for i in range(size)] for s in src]
             for d, values in zip(dst, contents, strict=True):
                 for i, value in enumerate(values):
-                    self.put(d * size + i, value)
+                    self.put(target, d * size + i, value)
+        if not isinstance(step, Step):
+            return
         slots = iter(step.slot_mapping)
         for _, values, start, end in flight.work:
             for position in range(start, end):
                 slot = next(slots)
                 if slot >= 0:
-                    self.put(slot, values[position])
+                    self.put(self.cache, slot, values[position])
         for i, (pair, values, _, end) in enumerate(flight.work):
             for position in range(0 if pair not in self.broken else end, end):
                 block = step.block_table[i, position // size]
-                assert self.cache.get(block * size + position % size) == values[position], (
+                assert block < 0 or self.cache.get(block * size + position % size) == values[position], (
                     f"step {step.id}, row {i}, position {position}: reads what is not its own"
                 )
 
-    def put(self, slot: int, value: int | None) -> None:
+    def put(self, memory: dict[int, int], slot: int, value: int | None) -> None:
         if value is None:
-            self.cache.pop(slot, None)
+            memory.pop(slot, None)
         else:
-            self.cache[slot] = value
+            memory[slot] = value
 
     # Comparing.
 
     def compare(self) -> None:
         self.real.check()
-        assert self.real.num_free_blocks == self.model.num_free
-        assert self.real.num_cached_blocks == self.model.num_cached
+        assert self.real.num_free_blocks == self.model.device.num_free
+        assert self.real.num_free_host_blocks == self.model.host.num_free
+        assert self.real.num_cached_blocks == self.model.device.num_cached
+        assert len(self.real._core.host.prefix) == self.model.host.num_cached
         ids: dict[naive.Block, int] = {}
         for pair in self.pairs:
             real, model = pair.real, pair.model
+            assert real.state == model.state
             assert real.num_tokens == len(model.tokens) == len(pair.tokens)
             assert real.num_computed_tokens == model.computed
             assert real.num_cached_tokens == model.cached
@@ -409,16 +475,17 @@ class World:
                 if block is not None:
                     assert ids.setdefault(block, b) == b
             self.read_back(pair, table)
-        assert len(set(ids.values())) == len(ids)
+        assert len({(block.pool.name, b) for block, b in ids.items()}) == len(ids)
 
     def read_back(self, pair: Pair, table: list[int]) -> None:
         waiting = [f for f in self.flights if not f.executed and f.model in pair.model.pending]
-        if waiting:
+        if waiting or any(block and block.incoming for block in pair.model.blocks):
             return
+        memory = self.cache if pair.model.state == "live" else self.host
         values, size = pair.values(), self.block_size
         for position in range(pair.model.computed):
             b = table[position // size]
-            assert b < 0 or self.cache.get(b * size + position % size) == values[position]
+            assert b < 0 or memory.get(b * size + position % size) == values[position]
 
 
 ACTIONS = (
@@ -433,6 +500,9 @@ ACTIONS = (
     "append_ahead",
     "fork",
     "truncate",
+    "release_window",
+    "swap_out",
+    "swap_in",
     "free",
     "commit",
     "drain",

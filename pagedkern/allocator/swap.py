@@ -1,0 +1,116 @@
+"""Swapping: plans that move sequences between device and host, each shared block once."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from pagedkern.allocator.core import Core
+from pagedkern.allocator.pool import BlockPool
+from pagedkern.allocator.sequence import Sequence, State
+from pagedkern.allocator.step import Plan, Row
+from pagedkern.errors import OutOfBlocks
+
+
+def swap_out(core: Core, seqs: list[Sequence]) -> Plan:
+    """Move `own`ed sequences to the host. O(blocks)."""
+    tables = [seq._blocks[: core.num_blocks_for(seq._scheduled)] for seq in seqs]
+    plan, places = _plan(core, core.pool, core.host, "swap_out", seqs, tables, 0)
+    for seq, table in zip(seqs, tables, strict=True):
+        for index, b in enumerate(table):
+            if b >= 0:
+                core.seal(plan, b, min(core.block_size, seq._scheduled - index * core.block_size))
+        arrivals = [(b, core.pool.incoming[b]) for b in table if b in core.pool.incoming]
+        plan._arrivals += [pair for pair in arrivals if pair not in plan._arrivals]
+        _change_place(core, plan, seq, array("i", [places.get(b, -1) for b in table]), State.SWAPPED)
+        seq._arriving = False
+    for b, h in places.items():
+        if core.pool.refs[b] and b not in core.pool.incoming:
+            core.pool.twin(b, h)
+    return plan
+
+
+def swap_in(core: Core, seqs: list[Sequence]) -> Plan:
+    """Move `own`ed sequences back to the device. O(blocks)."""
+    tables = [seq._blocks for seq in seqs]
+    rest = [core.num_blocks_for(seq._length) - len(seq._blocks) for seq in seqs]
+    plan, places = _plan(core, core.host, core.pool, "swap_in", seqs, tables, sum(rest))
+    for seq, table, count in zip(seqs, tables, rest, strict=True):
+        blocks = array("i", [places.get(h, -1) for h in table] + core.pool.take(count))
+        _change_place(core, plan, seq, blocks, State.LIVE)
+        seq._private = len(table)
+        seq._registered = 0
+        seq._arriving = plan._brings = True
+    for h, b in places.items():
+        if core.host.refs[h]:
+            core.pool.twin(b, h)
+    return plan
+
+
+def _plan(
+    core: Core,
+    source: BlockPool,
+    target: BlockPool,
+    kind: str,
+    seqs: list[Sequence],
+    tables: list[array[int]],
+    rest: int,
+) -> tuple[Plan, dict[int, int]]:
+    """The plan, and where each block goes. The target's blocks have been taken, with an owner for each table.
+
+    `rest`: blocks that must remain free in the target for the caller to take. Nothing has changed if this raises.
+    """
+    places: dict[int, int | None] = {}
+    for b in (b for table in tables for b in table if b >= 0):
+        if b not in places:
+            known = source.twins.get(b, source.incoming.get(b))
+            places[b] = known if known is not None else target.cached(source.prefix.keys[b])
+    found = {b: place for b, place in places.items() if place is not None}
+    missing = [b for b in places if b not in found]
+    free = target.num_free - target.num_idle_of(found.values())
+    if len(missing) + rest > free:
+        raise OutOfBlocks(f"{kind}: {len(missing) + rest} {target.name} blocks needed, {free} free")
+    plan = Plan(core.owner, core.next_plan(), tuple(seqs))
+    core.launch(plan)
+    target.retain(found.values())
+    fresh = target.take(len(missing))
+    found |= zip(missing, fresh, strict=True)
+    counted: set[int] = set()
+    for seq, table in zip(seqs, tables, strict=True):
+        for b in (b for b in table if b >= 0):
+            if b in counted:
+                target.retain([found[b]])
+            counted.add(b)
+            if found[b] in target.arriving:
+                core.ride(target.arriving[found[b]], seq)
+    if missing:
+        plan.moves = ((kind, array("q", missing), array("q", fresh)),)
+        core.arrive(target, plan, fresh)
+    return plan, found
+
+
+def _change_place(core: Core, plan: Plan, seq: Sequence, blocks: array[int], state: State) -> None:
+    """The sequence's blocks are elsewhere from now on; the old ones are fenced for the plan, which reads them."""
+    row = Row(seq, 0, 0, seq._length, len(seq._blocks))
+    row.before = (seq._state, seq._blocks, seq._arriving)
+    core.give_up(seq, seq._blocks, plan)
+    seq._blocks, seq._state, seq._dirty = blocks, state, True
+    core.ride(plan, seq, row)
+
+
+def unswap(core: Core, plan: Plan, row: Row) -> None:
+    """A plan in flight is not carried out: the sequence is where it was."""
+    seq = row.seq
+    assert row.before is not None
+    state, table, arriving = row.before
+    moved: Iterable[int] = seq._blocks
+    now = core.pool_of(seq)
+    if state is State.SWAPPED:
+        table = table[: core.num_blocks_for(seq._scheduled)]
+    now.peer.retain([b for b in table if b >= 0])
+    for b, h in plan._arrivals:
+        if b in table and b not in core.pool.incoming:
+            core.pool.expect(b, h)
+    seq._blocks, seq._state, seq._arriving, seq._dirty = table, state, arriving, True
+    seq._private = len(table)
+    now.release(list(moved), seq._priority)
