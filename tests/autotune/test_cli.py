@@ -18,7 +18,7 @@ from pagedkern.autotune import store
 from pagedkern.autotune.__main__ import main
 
 SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seqs", "2", "--context", "100", "--prompt", "40"]
-TINY = [*SHAPE, "--device", "cpu", "--block-sizes", "8,16", "--budget", "20s"]
+TINY = [*SHAPE, "--device", "cpu", "--block-sizes", "8,16", "--budget", "170s"]  # of which a second or two is needed
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert [p["workload"]["kind"] for p in document["problems"]] == ["decode", "prefill"]
     for problem in document["problems"]:
         assert problem["best"]["block_size"] in (8, 16)
-        assert problem["ended"] in ("complete", "time")
+        assert problem["ended"] == "complete"
         assert {row["block_size"] for row in problem["rows"] if row["chosen"]} == {8, 16}
         for path in problem["stored"].values():
             assert json.loads(Path(path).read_text())["choices"]
@@ -201,7 +201,7 @@ def test_a_named_backend_that_is_not_there(
 
 @pytest.mark.parametrize("stage", ["decode: laying out the caches", "prefill: finals"])
 def test_ctrl_c_keeps_the_best_so_far(stage: str, home: Path) -> None:
-    process = start(*TINY, "--budget", "100s")
+    process = start(*TINY)
     assert process.stderr is not None
     for line in process.stderr:
         if stage in line:

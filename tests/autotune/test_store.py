@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pagedkern.backends as registry
-from pagedkern._choice import choose
+from pagedkern._choice import choose, encode_config
 from pagedkern.autotune import device, store
 from pagedkern.autotune.store import Key, Tuned, location, lookup, save
 from pagedkern.backends.base import Problem
@@ -67,7 +67,7 @@ def test_a_configuration_reaches_the_backend(add_backend: Callable[[str, str], N
     save(DECODE, {"tunable": replace(TUNED, config={"tile": 128})})
     assert choose(DECODE, "auto", "").config.to_dict() == {"tile": 128}
     assert choose(DECODE, "tunable", "").config.to_dict() == {"tile": 128}
-    assert choose(DECODE, "tunable", '{"tile": 32}').tier == "explicit"
+    assert choose(DECODE, "tunable", encode_config({"tile": 32}, "tunable")).tier == "explicit"
     save(DECODE, {"tunable": replace(TUNED, config={"renamed": 1})})  # by a version that had other fields
     assert choose(DECODE, "auto", "").tier == "default"
 
