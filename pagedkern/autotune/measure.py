@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pagedkern import ops
-from pagedkern.autotune import device as machine
 from pagedkern.autotune.space import Candidate, Space
+from pagedkern.autotune.store import device as machine
 
 GARBAGE = 2**31 - 1  # block id in unused table entries
 COLD = 2  # caches of a block size rotate over memory of this many times the last-level cache, in two copies at least

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pagedkern.autotune import device as machine
 from pagedkern.autotune.search import ERROR_RATE, MIN_ROUNDS, compare
 from pagedkern.autotune.store import MIN_GAIN, Stored
+from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.tune import Outcome, Run
 
 BEST, CHOSEN = "*", "+"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pagedkern.backends as registry
-from pagedkern.autotune import device as machine
+from pagedkern.autotune.store import device as machine
 from pagedkern.backends.base import Problem
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens

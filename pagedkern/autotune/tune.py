@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from pagedkern.autotune import device as machine
 from pagedkern.autotune import space as spaces
 from pagedkern.autotune import store
 from pagedkern.autotune.search import Log, Pick, Runner, Tell, Verdict, decide, search
 from pagedkern.autotune.space import Candidate, Space, Workload
+from pagedkern.autotune.store import device as machine
 
 MakeRunner = Callable[[Space, int], Runner]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import pagedkern.backends as registry
-from pagedkern.autotune import device, store
+from pagedkern.autotune import store
+from pagedkern.autotune.store import device
 
 
 @pytest.fixture(autouse=True)

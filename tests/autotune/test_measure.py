@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pagedkern.autotune import device
 from pagedkern.autotune.measure import GARBAGE, Bench
 from pagedkern.autotune.space import Candidate, Space, Workload, candidates, workloads
+from pagedkern.autotune.store import device
 from pagedkern.backends.base import ITEMSIZE
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 import pagedkern.backends as registry
-from pagedkern.autotune import device, space
+from pagedkern.autotune import space
 from pagedkern.autotune.space import BLOCK_SIZES, candidates, usable_backends, workloads
+from pagedkern.autotune.store import device
 
 
 def test_the_default_problems_are_ragged_and_end_in_part_of_a_block() -> None:

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import pagedkern.backends as registry
 from pagedkern._choice import choose, encode_config
-from pagedkern.autotune import device, store
-from pagedkern.autotune.store import Key, Tuned, location, lookup, save
+from pagedkern.autotune import store
+from pagedkern.autotune.store import Key, Tuned, device, location, lookup, save
 from pagedkern.backends.base import Problem
 
 DECODE = Problem("cpu", "float32", "float32", 8, 2, 64, 64, 16, 4, 4, 1, 2000)
@@ -249,25 +249,35 @@ def test_a_library_installed_since_changes_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_hash_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "hashed_backend"
-    (package / "kernels").mkdir(parents=True)
-    (package / "__init__.py").write_text("from tests.autotune.standins import Tunable\nclass Hashed(Tunable): ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(registry._LOCATIONS, "hashed", "hashed_backend:Hashed")
+    monkeypatch.setattr(device, "BACKENDS", tmp_path)
+    (tmp_path / "mine" / "kernels").mkdir(parents=True)
 
     def digest() -> str:
         device.kernel_hash.cache_clear()
-        return device.kernel_hash("hashed")
+        return device.kernel_hash("mine")
 
     seen = [digest()]
-    for name, text in (("a.cu", "1"), ("a.cu", "2"), ("kernels/b.h", "2"), ("c.py", "")):
-        (package / name).write_text(text)
+    assert seen == ["unknown"]
+    for name, text in (
+        ("mine/a.cu", "1"),
+        ("mine/a.cu", "2"),
+        ("mine/kernels/b.h", "2"),
+        ("mine/c.py", ""),
+        ("mine.py", ""),
+    ):
+        (tmp_path / name).write_text(text)
         seen.append(digest())
     assert len(set(seen)) == len(seen)
-    (package / "notes.txt").write_text("no source")
+    (tmp_path / "mine" / "notes.txt").write_text("no source")
+    (tmp_path / "other.py").write_text("of another backend")
     assert digest() == seen[-1]
-    (package / "c.py").unlink()
+    (tmp_path / "mine.py").unlink()
     assert digest() == seen[-2]
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_backend_has_sources_to_hash(name: str) -> None:
+    assert device.kernel_hash(name) != "unknown"
 
 
 @contextmanager
@@ -354,7 +364,8 @@ def test_a_lock_that_is_never_released(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WRITER = """
 import os, signal, sys
-from pagedkern.autotune import device, store
+from pagedkern.autotune import store
+from pagedkern.autotune.store import device
 from tests.autotune.test_store import DECODE, TUNED
 from dataclasses import replace
 device.code = lambda name: {"pagedkern": "x", "kernel": "y", "libraries": {}}

@@ -35,8 +35,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import pagedkern.backends as registry
-from pagedkern.autotune import device as machine
+from pagedkern.autotune.store import device as machine
 from pagedkern.backends.base import Problem
 
 FORMAT = 1
@@ -311,8 +310,6 @@ def _entry(tuned: Tuned, code: Mapping[str, object]) -> dict[str, object]:
 
 def _fresh(backend: str, code: Mapping[str, object]) -> bool:
     """Whether a choice was measured with the code that would run now. A library installed since then is no change."""
-    if backend not in registry.names():
-        return False
     now, then = machine.code(backend), code.get("libraries")
     same = code.get("pagedkern") == now["pagedkern"] and code.get("kernel") == now["kernel"]
     return same and isinstance(then, dict) and then.items() <= machine.libraries().items()

@@ -6,18 +6,18 @@ Standard library only for a CPU; torch answers for GPUs. Everything is read once
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-import pagedkern
-import pagedkern.backends as registry
+from pagedkern.backends import base
 
+BACKENDS = Path(base.__file__).parent
 SOURCES = {".py", ".cu", ".cuh", ".h", ".c", ".cpp"}
 LIBRARIES = ("torch", "numba", "triton", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda")  # that a backend may be built on
 GUESSED_CACHE = 64 << 20  # bytes, where the system does not tell
@@ -63,20 +63,24 @@ def describe(device: Mapping[str, str | int]) -> str:
 @cache
 def code(backend: str) -> Mapping[str, str | Mapping[str, str]]:
     """The version of pagedkern, a hash of the backend's sources, and the versions of the libraries installed."""
-    return {"pagedkern": pagedkern.__version__, "kernel": kernel_hash(backend), "libraries": libraries()}
+    version = sys.modules["pagedkern"].__version__  # the package that this module is in
+    return {"pagedkern": version, "kernel": kernel_hash(backend), "libraries": libraries()}
 
 
 @cache
 def kernel_hash(backend: str) -> str:
-    """SHA-256, shortened, of every source file in the folder of the backend's class; "unknown" where there are none."""
+    """SHA-256, shortened, of every source file of a backend; "unknown" where none are found.
+
+    The sources are looked for by name, in `backends/<name>/` or `backends/<name>.py`, so that nothing is imported.
+    """
     digest = hashlib.sha256()
     try:
-        folder = Path(inspect.getfile(type(registry.load(backend)))).parent
-        sources = sorted(p for p in folder.rglob("*") if p.suffix in SOURCES)
+        sources = [p for p in sorted((BACKENDS / backend).rglob("*")) if p.suffix in SOURCES]
+        sources += [p for p in (BACKENDS / f"{backend}.py",) if p.is_file()]
         for path in sources:
-            digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+            digest.update(f"{path.relative_to(BACKENDS).as_posix()}\0".encode())
             digest.update(path.read_bytes() + b"\0")
-    except (OSError, TypeError):  # a program frozen into one file, say: the version must do
+    except OSError:
         return "unknown"
     return digest.hexdigest()[:16] if sources else "unknown"
 
