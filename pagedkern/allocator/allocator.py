@@ -22,7 +22,7 @@ from pagedkern.errors import InvalidArgument, InvalidType, OutOfBlocks
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_INHERITED = (
+_INHERITED = (  # by forks
     "_cached",
     "_present",
     "_computed",
@@ -31,7 +31,8 @@ _INHERITED = (
     "_root",
     "_salt",
     "_priority",
-)  # by forks
+    "_arriving",
+)
 
 
 def _operation(
@@ -237,16 +238,7 @@ class BlockAllocator:
         for _ in range(count):
             core.pool.retain(owned)
             fork = core.add(blocks[:], seq._tokens[:], seq._length)
-            for name in (
-                "_cached",
-                "_present",
-                "_computed",
-                "_scheduled",
-                "_registered",
-                "_root",
-                "_salt",
-                "_priority",
-            ):
+            for name in _INHERITED:
                 setattr(fork, name, getattr(seq, name))
             fork._private = len(blocks)
             self._ride(seq, fork)

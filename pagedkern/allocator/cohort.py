@@ -174,14 +174,17 @@ class Cohort:
         demand.
         """
         size = self._core.block_size
+        flights: list[tuple[Step, list[Row]]] = []
+        for number, step in enumerate(self._pending, self._committed + 1):
+            ends = [(seq, base + number) for seq, base in zip(self.seqs, self._base, strict=True)]
+            flights.append((step, [Row(seq, n - 1, n, n - 1, -(-(n - 1) // size)) for seq, n in ends]))
+
+        # Nothing below raises.
         self.active = False
         del self._core.cohorts[id(self)]
-        for number, step in enumerate(self._pending, self._committed + 1):
-            step._rows = []
-            step._cohort, step._fills = None, None
-            for seq, base in zip(self.seqs, self._base, strict=True):
-                end = base + number
-                step._rows.append(Row(seq, end - 1, end, end - 1, -(-(end - 1) // size)))
+        for step, rows in flights:
+            step._rows, step._cohort, step._fills = rows, None, None
+            for seq in self.seqs:
                 seq._pending += (step,)
 
     def settle(self, seq: Sequence, row: int) -> None:

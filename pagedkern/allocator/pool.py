@@ -147,16 +147,13 @@ class BlockPool:
         owned = [b for b in reversed(blocks) if b >= 0]
         for b in owned:
             refs[b] = r = refs[b] - 1
-            if r:
-                continue
-            if b in holds:
-                self._set_level(b, level)
-            else:
+            if not r and b not in holds:
                 (blank if keys[b] is None else idle).append(b)
         self._undo.append((self._unrelease, (owned,)))
         if level or self._level:
-            for b in idle:
-                self._set_level(b, level)
+            for b in owned:
+                if not refs[b]:
+                    self._set_level(b, level)
         self._give(blank, idle, level)
         if self.twins or self.incoming:
             self._part(owned)

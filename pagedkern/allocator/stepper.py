@@ -55,8 +55,8 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], *, lookahead: i
         if growing:
             seq._length = row.end
         seq._pending += (step,)
-    _describe(core, step, growing)
     core.launch(step)
+    _describe(core, step, growing)
     return step
 
 

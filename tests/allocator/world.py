@@ -52,6 +52,11 @@ class Flight:
     executed: bool = False
 
 
+def plain(value: object) -> object:
+    """Plans by their numbers."""
+    return [plan.id for plan in value] if isinstance(value, tuple) else value
+
+
 def fingerprint(allocator: BlockAllocator) -> object:
     """All that an operation may change, to see that a failed one has changed nothing."""
     core = allocator._core
@@ -66,13 +71,16 @@ def fingerprint(allocator: BlockAllocator) -> object:
                 pool.free_blocks(),
                 dict(pool.twins),
                 dict(pool.incoming),
-                dict(pool.arriving),
+                {b: plan.id for b, plan in pool.arriving.items()},
                 dict(pool.prefix.items()),
                 {b: pool.prefix.nodes[b] for b in dict(pool.prefix.items()).values()},
             )
             for pool in (core.pool, core.host)
         ],
-        [(s.id, s.state, s._blocks[:], s._tokens[:], *s._saved()[4:], s._root, s._salt) for s in allocator.sequences],
+        [
+            (s.id, s.state, s._blocks[:], s._tokens[:], *map(plain, s._saved()[4:]), s._salt)
+            for s in allocator.sequences
+        ],
         sorted(core.in_flight),
         sorted((p.id, p.state, p._held[:], p._held_host[:], p._seals[:]) for p in core.in_flight.values()),
     )
