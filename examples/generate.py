@@ -23,8 +23,8 @@ PROMPTS = (
     "Write a short poem about a river that runs through an old town, past the mill and under the bridge.",
 )
 SAMPLED = (
-    "You are the editor of a small newspaper for children. Each week you invent one animal that does not exist, give it "
-    "a name, and say where it lives, what it eats, and what it is afraid of. Be brief and be funny. Invent this week's."
+    "You are the editor of a small paper for children. Each week you invent one animal that does not exist, give it "
+    "a name, and say where it lives, what it eats and what it fears. Be brief and be funny. Invent this week's."
 )
 
 

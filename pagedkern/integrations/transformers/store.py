@@ -230,7 +230,7 @@ class PagedStore(Cache):
         return self.kv
 
     def roll_back(self) -> None:
-        """Undo a forward pass that did not reach its last layer, if there is one."""
+        """Undo a forward pass that did not get through its last layer's attention, if there is one."""
         forward, self._forward = self._forward, None
         if forward is not None:
             self.allocator.abort(forward.step)
