@@ -30,6 +30,7 @@ from tests.contract.problems import (
 from tests.contract.targets import Result, Target
 
 MILLION = 2**20
+FLOATS = ("float16", "bfloat16")
 
 
 @clause
@@ -248,26 +249,27 @@ def test_the_mean_of_equal_values(target: Target) -> None:
     check_mean(target, Spec(seq_lens=(1, 2, 100, 5000)))
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16", *QUANTIZED])
+@pytest.mark.parametrize("kv_dtype", [*FLOATS, *QUANTIZED])
 def test_every_code_of_a_cache(target: Target, kv_dtype: str) -> None:
     """Every finite number that K and V can hold, subnormal and huge ones too, is read as what it is."""
 
     @clause
     def check() -> None:
-        spec = Spec(heads=16, kv_heads=1, head_dim=16, head_dim_v=16, kv_dtype=kv_dtype, scale=1.0, seq_lens=(1,))
+        dim = 64 if kv_dtype in FLOATS else 16  # of 65,536 codes, or of 256
+        spec = Spec(heads=dim, kv_heads=1, head_dim=dim, kv_dtype=kv_dtype, scale=1.0, seq_lens=(1,))
         dtype = spec.cache_dtype
         integer = torch.uint8 if dtype.itemsize == 1 else torch.int16
         codes = torch.arange(256**dtype.itemsize).to(integer).view(dtype)
         codes = codes[oracle.exact(codes).isfinite()]
-        codes = codes[: len(codes) // 16 * 16].view(-1, 1, 1, 16)  # one token for each sequence
-        tokens = [Tokens(torch.eye(16)[None], k, k) for k in codes]  # head h reads element h: lse = k[h], out = v
+        codes = codes[: len(codes) // dim * dim].view(-1, 1, 1, dim)  # one token for each sequence
+        tokens = [Tokens(torch.eye(dim)[None], k, k) for k in codes]  # head h reads element h: lse = k[h], out = v
         call = build(spec, tokens, device=target.device)
         got = target.attend(call)
         assert_exact(call, got)
-        want = oracle.exact(codes).view(-1, 1, 16)
+        want = oracle.exact(codes).view(-1, 1, dim)
         unit = call.args.get("k_scale", torch.ones(1)).item(), call.args.get("v_scale", torch.ones(1)).item()
         assert oracle.error(got.lse[:, None], want * unit[0]) <= 1e-6 * float(want.abs().max() * unit[0])
-        close = torch.isclose(oracle.exact(got.out), want.expand(-1, 16, -1) * unit[1], rtol=2.0**-23, atol=1e-37)
+        close = torch.isclose(oracle.exact(got.out), want.expand(-1, dim, -1) * unit[1], rtol=2.0**-23, atol=1e-37)
         assert close.all()
 
     check()
