@@ -48,7 +48,7 @@ class Block:
             assert self.node is not None
             assert self.node.parent is not None
             del self.node.blocks[self.pool.name]
-            self.pool.num_cached -= 1
+            self.pool.cached.remove(self)
             if not self.node.blocks:
                 self.node.parent.children.remove(self.node)
             self.node = None
@@ -65,7 +65,7 @@ class Pool:
     def __init__(self, name: str, num_blocks: int) -> None:
         self.name = name
         self.num_blank = num_blocks
-        self.num_cached = 0
+        self.cached: list[Block] = []
         self.idle: list[Block] = []
 
     @property
@@ -216,7 +216,7 @@ class Model:
                     parent.children.append(node)
                 if pool.name not in node.blocks:
                     node.blocks[pool.name] = block
-                    pool.num_cached += 1
+                    pool.cached.append(block)
                 block.node = node
             i += 1
         return i
@@ -411,6 +411,21 @@ class Model:
         if any(b is not None for b in behind):
             self.give_up(seq, behind)
             seq.blocks[:count] = [None] * count
+
+    def pin(self, seq: Seq) -> Seq:
+        twin = self.fork(seq)
+        self.truncate(twin, twin.registered * self.size)
+        return twin
+
+    def clear_cache(self) -> None:
+        for pool in (self.device, self.host):
+            pool.num_blank += len(pool.idle)
+            pool.idle.clear()
+            for block in list(pool.cached):
+                block.forget()
+        self.roots.clear()
+        for seq in self.seqs:
+            seq.root = None
 
     def swap_out(self, seqs: list[Seq]) -> Plan:
         tables = [s.blocks[: self.blocks_for(s.scheduled)] for s in seqs]

@@ -1,12 +1,17 @@
 """Blocks, sequences, prefix cache: the bookkeeping of a paged KV cache. Standard library only; moves no memory.
 
-`undo` and `idle` are the data structures, `pool` counts owners of blocks, `prefix` finds cached blocks, `sequence`
-and `step` are what callers hold, `core` is the shared state, `stepper` makes steps for any batch and `cohort` fast
-for one that only decodes, `allocator` is the public class and `audit` its `check()`.
+Where things are:
+
+- `allocator`: the public class. `operation`: what surrounds each of its methods, and the log that `replay` does again.
+- `sequence`, `step`: what callers hold. `sequences`, `stepper`, `swap`: what is done to them. `cohort`: the fast path
+of a batch that only decodes.
+- `core`: the shared state; `pool`: owners of blocks; `prefix`: cached contents; `idle`, `undo`: the data structures.
+- `audit`: `check()`. `observe`: counts and events. `snapshot`: the state as JSON. `arguments`: checks of what comes in.
 """
 
 from pagedkern.allocator.allocator import BlockAllocator
+from pagedkern.allocator.observe import BlockEvent
 from pagedkern.allocator.sequence import Sequence
 from pagedkern.allocator.step import Copies, Plan, Step, Verdict
 
-__all__ = ["BlockAllocator", "Copies", "Plan", "Sequence", "Step", "Verdict"]
+__all__ = ["BlockAllocator", "BlockEvent", "Copies", "Plan", "Sequence", "Step", "Verdict"]

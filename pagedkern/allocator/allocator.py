@@ -3,58 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from threading import get_ident
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TextIO
 
-from pagedkern.allocator import audit, stepper, swap
-from pagedkern.allocator.arguments import Tokens, integer, token_ids
+from pagedkern.allocator import audit, observe, sequences, snapshot, stepper, swap
+from pagedkern.allocator.arguments import Salt, Tokens, integer, new_tokens, single_ids, tenant, token_ids
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
-from pagedkern.allocator.pool import PRIORITIES
-from pagedkern.allocator.prefix import Salt
+from pagedkern.allocator.observe import BlockEvent, EventLog, digests
+from pagedkern.allocator.operation import OperationLog, operation, transaction
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.step import Phase, Plan, Step, Verdict
-from pagedkern.errors import InvalidArgument, InvalidType, OutOfBlocks
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_INHERITED = (  # by forks
-    "_cached",
-    "_present",
-    "_computed",
-    "_scheduled",
-    "_registered",
-    "_root",
-    "_salt",
-    "_priority",
-    "_arriving",
-)
-
-
-def _operation(
-    method: Callable[Concatenate[BlockAllocator, P], R],
-) -> Callable[Concatenate[BlockAllocator, P], R]:
-    """An operation is all or nothing: whatever it raises, the state is as it was before."""
-
-    @wraps(method)
-    def run(self: BlockAllocator, *args: P.args, **kwargs: P.kwargs) -> R:
-        assert self._is_owner(), "a BlockAllocator belongs to one thread; call adopt() in the thread that takes it over"
-        undo = self._core.undo
-        mark = len(undo)
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException:
-            undo.rollback(mark)
-            raise
-        finally:
-            if not self._core.in_transaction:
-                undo.clear()
-
-    return run  # type: ignore[return-value]
+from pagedkern.errors import InvalidArgument, InvalidType
 
 
 class BlockAllocator:
@@ -114,6 +76,7 @@ class BlockAllocator:
         self._core = Core(self, num_blocks, num_host_blocks, block_size, prefix_caching)
         self._reserve = int(watermark * num_blocks)
         self._thread: int | None = None
+        self._log: OperationLog | None = None
 
     # Facts.
 
@@ -160,16 +123,16 @@ class BlockAllocator:
         `NEVER` when the prompt needs more blocks than the pool has above the watermark, cached or not. O(tokens).
         """
         core = self._core
-        ids, length = self._prompt(tokens)
+        ids, length, shares = self._prompt(tokens)
         need = core.num_blocks_for(length)
         if need > self.num_blocks - self._reserve:
             return Verdict.NEVER
-        known = core.prefix.peek_root(_salt(salt)) if core.caching else 0
-        hits = [b for b in core.prefix.match(known, core.prefix.chunks(ids.tobytes())) if b >= 0] if known else []
+        root = core.prefix.peek_root(tenant(salt))
+        hits = [b for b in core.prefix.match(root, core.prefix.chunks(ids.tobytes())) if b >= 0] if shares else []
         free = core.pool.num_free - core.pool.num_idle_of(hits)
         return Verdict.OK if need - len(hits) + self._reserve <= free else Verdict.LATER
 
-    @_operation
+    @operation
     def create(self, tokens: int | Tokens, *, salt: Salt = None, priority: int = 0) -> Sequence:
         """A new sequence with this prompt: token ids, or a count when there is nothing to share.
 
@@ -184,133 +147,57 @@ class BlockAllocator:
 
         Raises `OutOfBlocks`, whose message says how many blocks are needed and free. O(tokens).
         """
-        core = self._core
-        if not core.undo:
-            core.pool.compact()
-        level = integer("priority", priority, 0, PRIORITIES - 1)
-        salt = _salt(salt)
-        ids, length = self._prompt(tokens)
-        root = core.prefix.root(salt) if core.caching and isinstance(tokens, Iterable) else 0
-        found = core.prefix.match(root, core.prefix.chunks(ids.tobytes())) if root else []
-        hits = [b for b in found if b >= 0]
-        missing = core.num_blocks_for(length) - len(hits)
-        free = core.pool.num_free - core.pool.num_idle_of(hits)
-        if missing > free:
-            raise OutOfBlocks(f"create: {missing} blocks needed beside {len(hits)} cached ones, {free} free")
-        core.pool.retain(hits)
-        fresh = core.pool.take(missing)
-        if len(hits) == len(found):
-            blocks, registered = hits + fresh, len(hits)
-        else:
-            blocks, registered = self._expect(found, fresh)
-        seq = core.add(array("i", blocks), ids, length)
-        seq._root, seq._salt, seq._priority = root, salt, level
-        seq._present = len(found) * core.block_size
-        seq._cached = seq._computed = seq._scheduled = max(0, min(seq._present, length - 1))
-        seq._private, seq._registered = len(found), registered
-        seq._arriving = len(hits) < len(found)
-        return seq
+        return sequences.create(self._core, *self._prompt(tokens), tenant(salt), priority)
 
-    def _expect(self, found: list[int], fresh: list[int]) -> tuple[list[int], int]:
-        """Blocks for a prefix that is partly on the host, and how many at its start are not."""
-        blocks, rest = [], iter(fresh)
-        for b in found:
-            if b < 0:
-                self._core.pool.expect(block := next(rest), ~b)
-            else:
-                block = b
-            blocks.append(block)
-        return [*blocks, *rest], next(i for i, b in enumerate(found) if b < 0)
-
-    @_operation
+    @operation
     def fork(self, seq: Sequence, n: int = 1) -> list[Sequence]:
         """`n` new sequences with the same tokens, sharing every block until somebody writes. O(blocks) each.
 
         Tokens that are still to be computed are so in the fork too: fork after the prefill, else each computes the
         prompt.
         """
-        core = self._core
-        seq = core.own(seq)
-        count = integer("n", n, 0)
-        blocks = seq._blocks[: core.num_blocks_for(seq._length)]
-        owned = [b for b in blocks if b >= 0]
-        forks = []
-        for _ in range(count):
-            core.pool.retain(owned)
-            fork = core.add(blocks[:], seq._tokens[:], seq._length)
-            for name in _INHERITED:
-                setattr(fork, name, getattr(seq, name))
-            fork._private = len(blocks)
-            self._ride(seq, fork)
-            forks.append(fork)
-        if count:
-            seq._private = max(seq._private, len(blocks))
-        return forks
+        return sequences.fork(self._core, self._core.own(seq), integer("n", n, 0))
 
-    def _ride(self, seq: Sequence, fork: Sequence) -> None:
-        """Let a fork take part in the steps and plans in flight of its parent."""
-        for plan in seq._pending:
-            row = next(row for row in plan._rows or () if row.seq is seq)
-            self._core.ride(plan, fork, row.copy(fork))
+    @operation
+    def pin(self, seq: Sequence) -> Sequence:
+        """Keep the cached blocks of a sequence from being evicted: a new sequence that owns them, until it is freed.
 
-    @_operation
+        O(blocks).
+        """
+        return sequences.pin(self._core, self._core.own(seq))
+
+    @operation
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens: rejected speculative tokens go, with the blocks that held nothing else.
 
         Also tokens that a step in flight is computing: the step then counts for the ones that are left. O(blocks).
         """
-        core = self._core
-        seq = core.own(seq)
-        length = integer("num_tokens", num_tokens, 0, seq._length)
-        kept = core.num_blocks_for(length)
-        if length % core.block_size and seq._blocks[kept - 1] < 0:
-            raise InvalidArgument(f"num_tokens: got {length}, but the block of token {length - 1} was given back")
-        core.give_up(seq, seq._blocks[kept:])
-        seq._blocks, seq._tokens = seq._blocks[:kept], seq._tokens[:length]
-        seq._dirty = True
-        seq._length = length
-        for name in ("_cached", "_present", "_computed", "_scheduled"):
-            setattr(seq, name, min(getattr(seq, name), length))
-        seq._registered = min(seq._registered, length // core.block_size)
-        seq._private = min(seq._private, kept)
-        for plan in seq._pending:
-            for row in plan._rows or ():
-                if row.seq is seq:
-                    core.undo.append((row.restore, (row.start, row.end, row.base)))
-                    row.clamp(length)
+        seq = self._core.own(seq)
+        sequences.truncate(self._core, seq, integer("num_tokens", num_tokens, 0, seq._length))
 
-    @_operation
+    @operation
     def free(self, seq: Sequence) -> None:
         """Give the sequence's blocks back; the handle is stale from now on. O(blocks).
 
         Cached blocks stay to be reused until they are the least recently used, the tail of a sequence before its head.
         Blocks that a step in flight reads or writes are handed out again only after its commit or abort.
         """
-        core = self._core
-        seq = core.own(seq, "seq", State.LIVE, State.SWAPPED)
-        core.give_up(seq, seq._blocks)
-        core.remove(seq)
+        seq = self._core.own(seq, "seq", State.LIVE, State.SWAPPED)
+        self._core.give_up(seq, seq._blocks)
+        self._core.remove(seq)
 
-    @_operation
+    @operation
     def release_window(self, seq: Sequence, first_needed: int) -> None:
         """Give back the blocks behind a sliding window: those that hold only tokens before `first_needed`.
 
         Their entries in the block table become -1. The tokens must have been computed. O(blocks of the sequence).
         """
-        core = self._core
-        seq = core.own(seq)
-        count = integer("first_needed", first_needed, 0, seq._computed) // core.block_size
-        behind = seq._blocks[:count]
-        if max(behind, default=-1) < 0:
-            return
-        core.give_up(seq, behind)
-        seq._blocks = array("i", [-1]) * count + seq._blocks[count:]
-        seq._private = max(seq._private, count)
-        seq._dirty = True
+        seq = self._core.own(seq)
+        sequences.release_window(self._core, seq, integer("first_needed", first_needed, 0, seq._computed))
 
     # Swapping.
 
-    @_operation
+    @operation
     def swap_out(self, seqs: Iterable[Sequence]) -> Plan:
         """The plan that moves sequences to host memory. Until `swap_in` their handles are stale, but for `free`.
 
@@ -320,7 +207,7 @@ class BlockAllocator:
         """
         return swap.swap_out(self._core, self._core.own_all(seqs))
 
-    @_operation
+    @operation
     def swap_in(self, seqs: Iterable[Sequence]) -> Plan:
         """The plan that brings swapped-out sequences back; they can be used at once, in steps made after it.
 
@@ -331,7 +218,7 @@ class BlockAllocator:
 
     # Steps.
 
-    @_operation
+    @operation
     def prefill(self, seqs: Iterable[Sequence], max_tokens: int | None = None) -> Step:
         """The step that computes the next prompt tokens that are neither computed nor in flight.
 
@@ -353,7 +240,7 @@ class BlockAllocator:
                 ends.append(seq._scheduled + left)
         return stepper.make_step(core, batch[: len(ends)], ends, growing=False)
 
-    @_operation
+    @operation
     def append(
         self,
         seqs: Iterable[Sequence],
@@ -379,7 +266,7 @@ class BlockAllocator:
         if lookahead == 0 and num_tokens == 1 and type(seqs) is list and seqs:
             cohort: Cohort | None = getattr(seqs[0], "_cohort", None)
             if cohort is not None and cohort.active and cohort.seqs == seqs and cohort.belongs_to(self._core):
-                ids = _single_ids(tokens, len(seqs)) if tokens is not None else None
+                ids = single_ids(tokens, len(seqs)) if tokens is not None else None
                 if (ids is not None) if cohort.logs else (ids is not None or tokens is None):
                     return cohort.advance(ids if cohort.logs else None)
         return self._append(seqs, tokens, num_tokens, lookahead)
@@ -390,7 +277,7 @@ class BlockAllocator:
         core = self._core
         batch = core.own_all(seqs)
         ahead = integer("lookahead", lookahead, 0)
-        counts, ids = _new_tokens(len(batch), tokens, num_tokens)
+        counts, ids = new_tokens(len(batch), tokens, num_tokens)
         for i, seq in enumerate(batch):
             if seq._scheduled != seq._length:
                 raise InvalidArgument(
@@ -404,7 +291,7 @@ class BlockAllocator:
                 seq._tokens.extend(new)
         return stepper.make_step(core, batch, ends, lookahead=ahead, growing=True)
 
-    @_operation
+    @operation
     def commit(self, plan: Plan) -> None:
         """The step or plan has been carried out: its tokens are computed, its copies are done, its fences fall.
 
@@ -417,7 +304,7 @@ class BlockAllocator:
         else:
             stepper.commit(self._core, plan)
 
-    @_operation
+    @operation
     def abort(self, plan: Plan) -> None:
         """The step or plan has not run and will not: what it was going to do is undone.
 
@@ -447,20 +334,72 @@ class BlockAllocator:
         Sequences made inside are then freed, steps made inside are aborted. Transactions nest. Steps inside take the
         general path, not the fast one. Entering is O(live sequences) if a batch was on the fast path.
         """
-        core = self._core
-        assert self._is_owner(), "a BlockAllocator belongs to one thread"
-        outer, mark = core.in_transaction, len(core.undo)
-        core.settle_cohorts()
-        core.in_transaction = True
-        try:
+        with transaction(self):
             yield self
-        except BaseException:
-            core.undo.rollback(mark)
-            raise
-        finally:
-            core.in_transaction = outer
-            if not outer:
-                core.undo.clear()
+
+    # Observing.
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counts of what there is and of what has been done, and high-water marks. O(1)."""
+        return observe.stats(self._core)
+
+    def record_events(self) -> None:
+        """From now on `events` tells which blocks can be found in the prefix cache, and which no more.
+
+        `InvalidArgument` unless the cache is empty: a router would never hear of what is in it.
+        """
+        if len(self._core.prefix) or len(self._core.host.prefix):
+            raise InvalidArgument("record_events: blocks are cached already, call it on a new or cleared allocator")
+        self._core.record(EventLog())
+
+    @property
+    def events(self) -> list[BlockEvent]:
+        """What has been stored and removed since the last look, in order. Empty without `record_events`."""
+        return self._core.events.drain() if self._core.events is not None else []
+
+    def digests(self, tokens: Tokens, *, salt: Salt = None) -> list[bytes]:
+        """The SHA-256 of each full block of a prompt, as `BlockEvent.digest` has it: equal in all processes.
+        O(tokens).
+        """
+        return digests(self._core.prefix.chunks(token_ids("tokens", tokens).tobytes()), tenant(salt))
+
+    @operation
+    def clear_cache(self) -> None:
+        """Forget every cached prefix, as after a change of the model's weights. Sequences keep their blocks.
+        O(cached).
+        """
+        sequences.clear_cache(self._core)
+
+    # Keeping.
+
+    def snapshot(self) -> dict[str, Any]:
+        """The whole state as a JSON object, for `restore`. `InvalidArgument` while steps or plans are in flight.
+
+        O(blocks + tokens).
+        """
+        return snapshot.take(self._core, self._reserve)
+
+    @classmethod
+    def restore(cls, state: dict[str, Any]) -> BlockAllocator:
+        """The allocator of a `snapshot`; its sequences, with the same ids, are in `sequences`.
+
+        `InvalidArgument` for what is not a snapshot of this version.
+        """
+        shape = snapshot.shape(state)
+        allocator = cls(**shape)
+        allocator._reserve = state["reserve"]
+        snapshot.put(allocator._core, state)
+        allocator.check()
+        return allocator
+
+    def log_to(self, file: TextIO | None) -> None:
+        """Write each operation and its outcome to a text file, one JSON object a line, until `log_to(None)`.
+
+        `python -m pagedkern.allocator.replay FILE` does them again and says where the outcome differs, so that a bug
+        report is one file. The log starts with a snapshot: nothing may be in flight. Slow: for finding faults.
+        """
+        self._log = None if file is None else OperationLog(file, self.snapshot())
 
     # Care.
 
@@ -477,58 +416,15 @@ class BlockAllocator:
             self._thread = get_ident()
         return self._thread == get_ident()
 
-    def _prompt(self, tokens: int | Tokens) -> tuple[array[int], int]:
-        """The ids worth keeping, and the length of the prompt."""
+    def _prompt(self, tokens: int | Tokens) -> tuple[array[int], int, bool]:
+        """The ids worth keeping, the length of the prompt, whether it takes part in the prefix cache."""
         if not isinstance(tokens, Iterable):
-            return array("q"), integer("tokens", tokens, 0, 2**31 - 1)
+            return array("q"), integer("tokens", tokens, 0, 2**31 - 1), False
         ids = token_ids("tokens", tokens)
-        return (ids if self._core.caching else array("q")), len(ids)
+        return (ids, len(ids), True) if self._core.caching else (array("q"), len(ids), False)
 
     def __repr__(self) -> str:
         return (
             f"<BlockAllocator of {self.num_blocks} blocks of {self.block_size} tokens: {self.num_free_blocks} free, "
             f"{self.num_cached_blocks} cached, {len(self._core.live)} sequences>"
         )
-
-
-def _salt(salt: object) -> Salt:
-    if salt is not None and (isinstance(salt, bool) or not isinstance(salt, (str, bytes, int))):
-        raise InvalidType(f"salt: got {type(salt).__name__}, a str, bytes, an int or None is accepted")
-    return salt
-
-
-def _single_ids(tokens: object, count: int) -> array[int] | None:
-    """The ids if they are plainly one for each sequence; None to have a closer look."""
-    if not isinstance(tokens, (list, tuple, array)) or len(tokens) != count:
-        return None
-    try:
-        return array("q", tokens)
-    except (TypeError, OverflowError):
-        return None
-
-
-def _new_tokens(
-    num_seqs: int, tokens: Iterable[int | Tokens] | None, num_tokens: int
-) -> tuple[list[int], list[Iterable[int] | None]]:
-    """How many tokens each sequence grows by, and their ids if they are known."""
-    count = integer("num_tokens", num_tokens, 1)
-    if tokens is None:
-        return [count] * num_seqs, [None] * num_seqs
-    if count != 1:
-        raise InvalidArgument(f"num_tokens: got {count} beside tokens, which say it themselves")
-    single = _single_ids(tokens, num_seqs)
-    if single is not None:
-        return [1] * num_seqs, [(token,) for token in single]
-    if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes, bytearray)):
-        raise InvalidType(f"tokens: got {type(tokens).__name__}, one id or a list of ids for each sequence is accepted")
-    rows: list[Iterable[int] | None] = []
-    counts = []
-    for i, new in enumerate(tokens):
-        ids = token_ids(f"tokens[{i}]", new if isinstance(new, Iterable) and not hasattr(new, "__index__") else [new])  # type: ignore[list-item]
-        if not ids:
-            raise InvalidArgument(f"tokens[{i}]: got no id, at least one is accepted")
-        rows.append(ids)
-        counts.append(len(ids))
-    if len(rows) != num_seqs:
-        raise InvalidArgument(f"tokens: got {len(rows)} entries for {num_seqs} sequences, one for each is accepted")
-    return counts, rows

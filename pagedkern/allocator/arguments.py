@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from pagedkern.errors import InvalidArgument, InvalidType
 
+Salt: TypeAlias = str | bytes | int | None
 Tokens: TypeAlias = Iterable[int]
 """Token ids: a list, an `array`, anything that iterates over integers of at most 64 bits, signed."""
 
@@ -36,3 +37,47 @@ def token_ids(name: str, tokens: Tokens) -> array[int]:
         raise InvalidType(f"{name}: token ids must be integers ({error})") from None
     except OverflowError:
         raise InvalidArgument(f"{name}: a token id does not fit into 64 bits with a sign") from None
+
+
+def tenant(salt: object) -> Salt:
+    """The salt, if it can be one. Numbers that Python takes for equal would share: no bools, no floats."""
+    if salt is not None and (isinstance(salt, bool) or not isinstance(salt, (str, bytes, int))):
+        raise InvalidType(f"salt: got {type(salt).__name__}, a str, bytes, an int or None is accepted")
+    return salt
+
+
+def single_ids(tokens: object, count: int) -> array[int] | None:
+    """The ids if they are plainly one for each sequence; None to have a closer look."""
+    if not isinstance(tokens, (list, tuple, array)) or len(tokens) != count:
+        return None
+    try:
+        return array("q", tokens)
+    except (TypeError, OverflowError):
+        return None
+
+
+def new_tokens(
+    num_seqs: int, tokens: Iterable[int | Tokens] | None, num_tokens: int
+) -> tuple[list[int], list[Iterable[int] | None]]:
+    """How many tokens each sequence grows by, and their ids if they are known."""
+    count = integer("num_tokens", num_tokens, 1)
+    if tokens is None:
+        return [count] * num_seqs, [None] * num_seqs
+    if count != 1:
+        raise InvalidArgument(f"num_tokens: got {count} beside tokens, which say it themselves")
+    single = single_ids(tokens, num_seqs)
+    if single is not None:
+        return [1] * num_seqs, [(token,) for token in single]
+    if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes, bytearray)):
+        raise InvalidType(f"tokens: got {type(tokens).__name__}, one id or a list of ids for each sequence is accepted")
+    rows: list[Iterable[int] | None] = []
+    counts = []
+    for i, new in enumerate(tokens):
+        ids = token_ids(f"tokens[{i}]", new if isinstance(new, Iterable) and not hasattr(new, "__index__") else [new])  # type: ignore[list-item]
+        if not ids:
+            raise InvalidArgument(f"tokens[{i}]: got no id, at least one is accepted")
+        rows.append(ids)
+        counts.append(len(ids))
+    if len(rows) != num_seqs:
+        raise InvalidArgument(f"tokens: got {len(rows)} entries for {num_seqs} sequences, one for each is accepted")
+    return counts, rows

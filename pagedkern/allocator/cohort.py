@@ -115,6 +115,8 @@ class Cohort:
         # Nothing below raises.
         core.last_plan += 1
         self._issued = number + 1
+        if core.table is self._table:
+            core.table = table
         self._table = table
         entries, width = table.entries, table.width
         for row, b in zip(entering, fresh, strict=True):

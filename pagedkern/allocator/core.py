@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import count
 from typing import TYPE_CHECKING
 
+from pagedkern.allocator.observe import COUNTS, EventLog
 from pagedkern.allocator.pool import BlockPool
 from pagedkern.allocator.prefix import PrefixIndex
 from pagedkern.allocator.sequence import Sequence, State
@@ -27,10 +28,10 @@ class Core:
         self.caching = caching
         self.undo = UndoLog()
         nodes = count(1)
-        self.prefix = PrefixIndex(num_blocks, block_size, self.undo, nodes)
+        self.prefix = PrefixIndex("device", num_blocks, block_size, self.undo, nodes)
         self.pool = BlockPool("device", num_blocks, self.prefix, self.undo)
         self.host = BlockPool(
-            "host", num_host_blocks, PrefixIndex(num_host_blocks, block_size, self.undo, nodes), self.undo
+            "host", num_host_blocks, PrefixIndex("host", num_host_blocks, block_size, self.undo, nodes), self.undo
         )
         self.pool.peer, self.host.peer = self.host, self.pool
         if num_host_blocks:
@@ -42,6 +43,13 @@ class Core:
         self.last_seq = 0
         self.last_plan = 0
         self.in_transaction = False
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.events: EventLog | None = None
+
+    def record(self, events: EventLog) -> None:
+        """Tell of every change of the prefix index from now on."""
+        self.events = self.prefix.events = self.host.prefix.events = events
+        events.salts.update((node, salt) for salt, node in self.prefix.salts())
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

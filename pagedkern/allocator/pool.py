@@ -38,7 +38,10 @@ class BlockPool:
         "arriving",
         "holds",
         "incoming",
+        "least_free",
         "name",
+        "num_evicted",
+        "num_idle",
         "peer",
         "prefix",
         "refs",
@@ -60,15 +63,13 @@ class BlockPool:
         self._idle = tuple(IdleQueue() for _ in range(PRIORITIES))
         self._level: dict[int, int] = {}  # level of the blocks that were released at another level than 0
         self._undo = undo
+        self.num_idle = 0  # free blocks whose contents are cached
+        self.num_evicted = 0  # so far
+        self.least_free = num_blocks  # so far
 
     @property
     def num_blocks(self) -> int:
         return len(self.refs)
-
-    @property
-    def num_idle(self) -> int:
-        """Free blocks whose contents are cached."""
-        return sum(map(len, self._idle))
 
     @property
     def num_free(self) -> int:
@@ -97,6 +98,8 @@ class BlockPool:
         self._undo.append((self._untake, (blocks,)))
         if len(blocks) < count:
             blocks = blocks + self._evict(count - len(blocks))
+        if len(blank) + self.num_idle < self.least_free:
+            self.least_free = len(blank) + self.num_idle
         return blocks
 
     def _untake(self, blocks: list[int]) -> None:
@@ -109,18 +112,28 @@ class BlockPool:
         for queue in self._idle:
             part = min(len(queue), count - len(taken))
             if part:
-                blocks, raw = queue.pop(part)
-                self._undo.append((queue.unpop, (raw,)))
-                taken += blocks
+                taken += self._pop(queue, part)
         for b in taken:
             self.refs[b] = 1
+        self.num_evicted += len(taken)
         self._undo.append((self._unevict, (taken,)))
         self.prefix.remove(taken)
         return taken
 
     def _unevict(self, blocks: list[int]) -> None:
+        self.num_evicted -= len(blocks)
         for b in blocks:
             self.refs[b] = 0
+
+    def _pop(self, queue: IdleQueue, count: int) -> list[int]:
+        blocks, raw = queue.pop(count)
+        self.num_idle -= count
+        self._undo.append((self._unpop, (queue, raw, count)))
+        return blocks
+
+    def _unpop(self, queue: IdleQueue, raw: list[int], count: int) -> None:
+        queue.unpop(raw)
+        self.num_idle += count
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Add one owner to each block. Idle blocks come back to life; the caller never retains blank ones."""
@@ -128,6 +141,7 @@ class BlockPool:
         for b in blocks:
             if not refs[b] and b not in holds:
                 self._idle[self._level.get(b, 0)].remove(b)
+                self.num_idle -= 1
             refs[b] += 1
             self._undo.append((self._unretain, (b,)))
 
@@ -135,6 +149,7 @@ class BlockPool:
         self.refs[b] -= 1
         if not self.refs[b] and b not in self.holds:
             self._idle[self._level.get(b, 0)].unremove(b)
+            self.num_idle += 1
 
     def release(self, blocks: Sequence[int], level: int = 0) -> None:
         """Take one owner from each block, in the order of a table: entries of -1 are passed over.
@@ -231,7 +246,12 @@ class BlockPool:
             self._undo.append((self._ungive, (len(blank),)))
         if idle:
             self._idle[level].push(idle)
-            self._undo.append((self._idle[level].unpush, (len(idle),)))
+            self.num_idle += len(idle)
+            self._undo.append((self._unpush, (level, len(idle))))
+
+    def _unpush(self, level: int, count: int) -> None:
+        self._idle[level].unpush(count)
+        self.num_idle -= count
 
     def _ungive(self, count: int) -> None:
         del self._blank[len(self._blank) - count :]
@@ -282,6 +302,22 @@ class BlockPool:
     def cached(self, key: Key | None) -> int | None:
         """The block that is cached under a key."""
         return self.prefix.get(key) if key is not None else None
+
+    def forget_idle(self) -> None:
+        """Idle blocks become blank ones: nobody will look for their contents."""
+        for queue in self._idle:
+            self._give(self._pop(queue, len(queue)), [], 0)
+
+    def levels(self) -> list[list[int]]:
+        """[block, level] where the level is not 0."""
+        return [list(pair) for pair in self._level.items()]
+
+    def put(self, blank: list[int], idle: list[list[int]], levels: list[tuple[int, int]]) -> None:
+        """Fill a new pool with a snapshot's contents; owners are counted by the caller."""
+        self._blank = list(blank)
+        self._idle = tuple(map(IdleQueue, idle))
+        self._level = dict(levels)
+        self.num_idle = sum(map(len, self._idle))
 
     def free_blocks(self) -> tuple[list[int], list[list[int]]]:
         """The blank blocks, and for each level the idle ones, least recently used first. O(n), for audits."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TypeAlias
 
+from pagedkern.allocator.arguments import Salt
+from pagedkern.allocator.observe import EventLog
 from pagedkern.allocator.undo import UndoLog
 
 Key: TypeAlias = tuple[int, bytes]
 """The node of the parent block, and the block's token ids as packed 64-bit integers."""
-Salt: TypeAlias = str | bytes | int | None
 
 
 class PrefixIndex:
@@ -23,9 +24,11 @@ class PrefixIndex:
     and the blocks behind it can be found no more; they leave in their turn.
     """
 
-    __slots__ = ("_by_key", "_next_node", "_roots", "_stride", "_undo", "keys", "nodes", "peer")
+    __slots__ = ("_by_key", "_next_node", "_roots", "_stride", "_undo", "events", "keys", "memory", "nodes", "peer")
 
-    def __init__(self, num_blocks: int, block_size: int, undo: UndoLog, nodes: count[int]) -> None:
+    def __init__(self, memory: str, num_blocks: int, block_size: int, undo: UndoLog, nodes: count[int]) -> None:
+        self.memory = memory  # for events: "device" or "host"
+        self.events: EventLog | None = None
         self._by_key: dict[Key, int] = {}
         self._roots: dict[Salt, int] = {}
         self._stride = 8 * block_size
@@ -47,7 +50,29 @@ class PrefixIndex:
                 used = {parent for parent, _ in self._by_key}
                 self._roots = {s: n for s, n in self._roots.items() if n in used}
             self._roots[salt] = node = next(self._next_node)
+            if self.events is not None:
+                self.events.salts[node] = salt
         return node
+
+    def salts(self) -> list[tuple[Salt, int]]:
+        """Each salt with the node of its empty prefix."""
+        return list(self._roots.items())
+
+    def set_salts(self, salts: list[tuple[Salt, int]]) -> None:
+        """For a snapshot's return."""
+        self._roots = dict(salts)
+
+    def next_node(self) -> int:
+        """A number that no node has."""
+        return next(self._next_node)
+
+    def put(self, cached: list[tuple[int, Key]], nodes: list[int], next_node: count[int]) -> None:
+        """Fill a new index with a snapshot's contents."""
+        self.nodes[:] = nodes
+        self._next_node = next_node
+        for b, key in cached:
+            self.keys[b] = key
+            self._by_key[key] = b
 
     def roots(self) -> Iterable[int]:
         """The nodes of the empty prefixes, for audits."""
@@ -112,6 +137,8 @@ class PrefixIndex:
             keys[b] = key
             nodes[b] = node
         self._by_key.update(zip(new, fresh, strict=True))
+        if self.events is not None:
+            self._tell(self.events.stored, fresh)
 
     def _in_peer(self, key: Key) -> bool:
         return self.peer is not None and key in self.peer._by_key
@@ -132,6 +159,26 @@ class PrefixIndex:
         self.nodes[block] = next(self._next_node) if other is None else peer.nodes[other]  # type: ignore[union-attr]
         self.keys[block] = key
         self._by_key[key] = block
+        if self.events is not None:
+            self._tell(self.events.stored, [block])
+
+    def _tell(self, what: Callable[[str, int, int, Key], None], blocks: list[int]) -> None:
+        """Record an event for each of these cached blocks."""
+        assert self.events is not None
+        self._undo.append((self.events.cut, (len(self.events.changes),)))
+        for b in blocks:
+            key = self.keys[b]
+            assert key is not None
+            what(self.memory, b, self.nodes[b], key)
+
+    def clear(self) -> None:
+        """Forget everything, and with which node each salt begins."""
+        self.remove([b for b, key in enumerate(self.keys) if key is not None])
+        self._undo.append((self._set_roots, (self._roots,)))
+        self._roots = {}
+
+    def _set_roots(self, roots: dict[Salt, int]) -> None:
+        self._roots = roots
 
     def _set_nodes(self, blocks: list[int], nodes: list[int]) -> None:
         for b, node in zip(blocks, nodes, strict=True):
@@ -147,6 +194,8 @@ class PrefixIndex:
     def remove(self, blocks: list[int]) -> None:
         """Stop caching blocks that are cached: they are evicted, or about to be written."""
         keys, by_key = self.keys, self._by_key
+        if self.events is not None:
+            self._tell(self.events.removed, blocks)
         removed = [keys[b] for b in blocks]
         self._undo.append((self._reinsert, (blocks, removed)))
         for b, key in zip(blocks, removed, strict=True):

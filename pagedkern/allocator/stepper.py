@@ -125,6 +125,7 @@ def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]],
             core.seal(step, old, kept)
             src.append(old)
             dst.append(new)
+    core.counts["blocks_copied"] += len(src)
     if src:
         step.copies = Copies(src, dst)
         step.moves += (("copy", src, dst),)

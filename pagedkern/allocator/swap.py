@@ -83,6 +83,7 @@ def _plan(
             counted.add(b)
             if found[b] in target.arriving:
                 core.ride(target.arriving[found[b]], seq)
+    core.counts["blocks_swapped_out" if kind == "swap_out" else "blocks_swapped_in"] += len(missing)
     if missing:
         plan.moves = ((kind, array("q", missing), array("q", fresh)),)
         core.arrive(target, plan, fresh)

@@ -211,3 +211,20 @@ def test_the_allocator_needs_the_standard_library_only() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_device_table_stays_right_when_the_table_was_widened_in_between() -> None:
+    allocator = BlockAllocator(400, 1)
+    seqs = batch(allocator, [3, 4])
+    device: dict[int, list[list[int]]] = {}
+    for token in range(60):
+        if token == 40:
+            seqs = [seqs[0], allocator.fork(seqs[1])[0]]
+        step = allocator.append(seqs, [token, token])
+        table = step.block_table.tolist()
+        rows = [list(row) for row in device[step.base]] if step.base is not None else [[], []]
+        for row in step.changed_rows:
+            rows[row] = table[row]
+        assert rows == table
+        device = {step.id: rows}
+        allocator.commit(step)

@@ -8,6 +8,7 @@ drive them.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -265,6 +266,34 @@ class World:
             self.real.release_window(pair.real, first)
             self.model.release_window(pair.model, first)
 
+    def pin(self, a: int, b: int, c: int) -> None:
+        pair = self.pick(a)
+        if pair:
+            pinned = self.real.pin(pair.real)
+            self.pairs.append(Pair(pinned, self.model.pin(pair.model), pair.tokens[: pinned.num_tokens]))
+
+    def clear_cache(self, a: int, b: int, c: int) -> None:
+        if a % 4 == 0:
+            self.real.clear_cache()
+            self.model.clear_cache()
+
+    def snapshot(self, a: int, b: int, c: int) -> None:
+        """Go on with an allocator made from the state of this one."""
+        if self.inside:
+            return
+        if self.flights:
+            self.refused(InvalidArgument, self.real.snapshot)
+            return
+        state = json.loads(json.dumps(self.real.snapshot()))
+        restored = BlockAllocator.restore(state)
+        assert fingerprint(restored) == fingerprint(self.real)
+        assert restored.stats == self.real.stats
+        handles = {seq.id: seq for seq in restored.sequences}
+        for pair in self.pairs:
+            self.dead.append(pair.real)  # a handle of another allocator now
+            pair.real = handles[pair.real.id]
+        self.real = restored
+
     def swap_out(self, a: int, b: int, c: int) -> None:
         self.swap([p for i, p in enumerate(self.live()) if a >> i & 1], "swap_out")
 
@@ -467,8 +496,8 @@ class World:
         self.real.check()
         assert self.real.num_free_blocks == self.model.device.num_free
         assert self.real.num_free_host_blocks == self.model.host.num_free
-        assert self.real.num_cached_blocks == self.model.device.num_cached
-        assert len(self.real._core.host.prefix) == self.model.host.num_cached
+        assert self.real.num_cached_blocks == len(self.model.device.cached)
+        assert len(self.real._core.host.prefix) == len(self.model.host.cached)
         ids: dict[naive.Block, int] = {}
         for pair in self.pairs:
             real, model = pair.real, pair.model
@@ -509,6 +538,9 @@ ACTIONS = (
     "fork",
     "truncate",
     "release_window",
+    "pin",
+    "clear_cache",
+    "snapshot",
     "swap_out",
     "swap_in",
     "free",

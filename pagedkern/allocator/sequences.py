@@ -1,0 +1,141 @@
+"""What is done to one sequence: create, fork, pin, truncate, release behind the window; and clearing the cache."""
+
+from __future__ import annotations
+
+from array import array
+
+from pagedkern.allocator.arguments import Salt, integer
+from pagedkern.allocator.core import Core
+from pagedkern.allocator.pool import PRIORITIES
+from pagedkern.allocator.sequence import Sequence
+from pagedkern.errors import InvalidArgument, OutOfBlocks
+
+_INHERITED = (  # by forks
+    "_cached",
+    "_present",
+    "_computed",
+    "_scheduled",
+    "_registered",
+    "_root",
+    "_salt",
+    "_priority",
+    "_arriving",
+)
+
+
+def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, priority: int) -> Sequence:
+    """A new sequence; `shares`: its ids are known and prefixes are cached. O(tokens)."""
+    level = integer("priority", priority, 0, PRIORITIES - 1)
+    pool, prefix = core.pool, core.prefix
+    if not core.undo:
+        pool.compact()
+    root = prefix.root(salt) if shares else 0
+    found = prefix.match(root, prefix.chunks(ids.tobytes())) if root else []
+    hits = [b for b in found if b >= 0]
+    missing = -(-length // core.block_size) - len(hits)
+    free = pool.num_free - pool.num_idle_of(hits)
+    if missing > free:
+        raise OutOfBlocks(f"create: {missing} blocks needed beside {len(hits)} cached ones, {free} free")
+    pool.retain(hits)
+    fresh = pool.take(missing)
+    if len(hits) == len(found):
+        blocks, registered = hits + fresh, len(hits)
+    else:
+        blocks, registered = _expect(core, found, fresh)
+    seq = core.add(array("i", blocks), ids, length)
+    seq._root, seq._salt, seq._priority = root, salt, level
+    seq._present = len(found) * core.block_size
+    seq._cached = seq._computed = seq._scheduled = max(0, min(seq._present, length - 1))
+    seq._private, seq._registered = len(found), registered
+    seq._arriving = len(hits) < len(found)
+    counts = core.counts
+    counts["sequences_created"] += 1
+    if root:
+        counts["prefix_tokens_asked"] += length
+        counts["prefix_tokens_found"] += seq._cached
+    return seq
+
+
+def _expect(core: Core, found: list[int], fresh: list[int]) -> tuple[list[int], int]:
+    """Blocks for a prefix that is partly on the host, and how many at its start are not."""
+    blocks, rest = [], iter(fresh)
+    for b in found:
+        if b < 0:
+            core.pool.expect(block := next(rest), ~b)
+        else:
+            block = b
+        blocks.append(block)
+    return [*blocks, *rest], next(i for i, b in enumerate(found) if b < 0)
+
+
+def fork(core: Core, seq: Sequence, count: int) -> list[Sequence]:
+    """New sequences that share the blocks of an `own`ed one. O(blocks) each."""
+    blocks = seq._blocks[: core.num_blocks_for(seq._length)]
+    owned = [b for b in blocks if b >= 0]
+    forks = []
+    for _ in range(count):
+        core.pool.retain(owned)
+        new = core.add(blocks[:], seq._tokens[:], seq._length)
+        for name in _INHERITED:
+            setattr(new, name, getattr(seq, name))
+        new._private = len(blocks)
+        for plan in seq._pending:  # it takes part in what is in flight
+            row = next(row for row in plan._rows or () if row.seq is seq)
+            core.ride(plan, new, row.copy(new))
+        forks.append(new)
+    if count:
+        seq._private = max(seq._private, len(blocks))
+    core.counts["forks"] += count
+    return forks
+
+
+def pin(core: Core, seq: Sequence) -> Sequence:
+    """A fork of the cached part of an `own`ed sequence. O(blocks)."""
+    (pinned,) = fork(core, seq, 1)
+    truncate(core, pinned, pinned._registered * core.block_size)
+    return pinned
+
+
+def truncate(core: Core, seq: Sequence, length: int) -> None:
+    """Keep the first tokens of an `own`ed sequence. O(blocks)."""
+    kept = core.num_blocks_for(length)
+    if length % core.block_size and seq._blocks[kept - 1] < 0:
+        raise InvalidArgument(f"num_tokens: got {length}, but the block of token {length - 1} was given back")
+    core.give_up(seq, seq._blocks[kept:])
+    seq._blocks, seq._tokens = seq._blocks[:kept], seq._tokens[:length]
+    seq._dirty = True
+    seq._length = length
+    for name in ("_cached", "_present", "_computed", "_scheduled"):
+        setattr(seq, name, min(getattr(seq, name), length))
+    seq._registered = min(seq._registered, length // core.block_size)
+    seq._private = min(seq._private, kept)
+    for plan in seq._pending:
+        for row in plan._rows or ():
+            if row.seq is seq:
+                core.undo.append((row.restore, (row.start, row.end, row.base)))
+                row.clamp(length)
+
+
+def release_window(core: Core, seq: Sequence, first_needed: int) -> None:
+    """Give up the blocks of an `own`ed sequence that hold only tokens before the given one. O(its blocks)."""
+    count = first_needed // core.block_size
+    behind = seq._blocks[:count]
+    if max(behind, default=-1) < 0:
+        return
+    core.give_up(seq, behind)
+    seq._blocks = array("i", [-1]) * count + seq._blocks[count:]
+    seq._private = max(seq._private, count)
+    seq._dirty = True
+
+
+def clear_cache(core: Core) -> None:
+    """Forget every cached prefix, on both memories. Sequences that live go on, but nothing of theirs is found.
+    O(cached).
+    """
+    for pool in (core.pool, core.host):
+        pool.forget_idle()
+        pool.prefix.clear()
+    for seq in core.live.values():
+        core.detach(seq)
+        core.undo.append((seq._restore, seq._saved()))
+        seq._root = 0
