@@ -229,10 +229,11 @@ def _attention_of(model: Any) -> Iterator[None]:
 
 
 def _token_ids(prompts: List[str] | List[List[int]], tokenizer: Any) -> list[list[int]]:
-    if isinstance(prompts, str) or not prompts:
-        raise InvalidType(
-            f"prompts: got {prompts!r}, accepted is a list of strings or of lists of token ids, not empty"
-        )
+    accepted = "accepted is a list of strings, or of lists of token ids"
+    if isinstance(prompts, str) or not isinstance(prompts, List):
+        raise InvalidType(f"prompts: got {type(prompts).__name__}, {accepted}")
+    if not prompts:
+        raise InvalidArgument(f"prompts: got none, {accepted}")
     result: list[list[int]] = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str) and tokenizer is None:
