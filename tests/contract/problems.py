@@ -246,7 +246,9 @@ def _table(block_ids: Sequence[Sequence[int]], num_blocks: int, rng: random.Rand
     for row, ids in enumerate(block_ids):
         for j in range(width + 3):
             known = ids[j] if j < len(ids) else -1
-            garbage = rng.choice((-1, 2**31 - 1, -(2**31), num_blocks, rng.randrange(2**31), rng.randrange(num_blocks)))
+            garbage = rng.choice(
+                (-1, 2**31 - 1, -(2**31), num_blocks, rng.randrange(2**31), rng.randrange(num_blocks or 1))
+            )
             wide[row, j] = known if known >= 0 else garbage * hostile
     return wide[:, :width]
 

@@ -125,6 +125,17 @@ def torch_threads(number: int) -> Iterator[None]:
 
 
 @contextmanager
+def torch_settings(name: str, value: Any) -> Iterator[None]:
+    """Set one of torch's global settings for a while."""
+    before = getattr(torch, f"get_{name}")()
+    getattr(torch, f"set_{name}")(value)
+    try:
+        yield
+    finally:
+        getattr(torch, f"set_{name}")(before)
+
+
+@contextmanager
 def poisoned_memory() -> Iterator[None]:
     """`torch.empty` returns NaN (the largest number of an integer type), so that an element never written shows."""
     before, warn_only = (

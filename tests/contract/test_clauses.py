@@ -19,7 +19,7 @@ from tests.contract.checks import (
     clause,
 )
 from tests.contract.problems import Spec, build, contents
-from tests.contract.targets import Result, Target, torch_threads
+from tests.contract.targets import Result, Target, torch_settings, torch_threads
 
 SPECS = {
     "decode": Spec(seq_lens=(1, 0, 17, 90)),
@@ -160,6 +160,46 @@ def test_threads_change_nothing(target: Target, name: str) -> None:
             with torch_threads(number):
                 out, lse = pagedkern.paged_attention(**call.args, return_lse=True, backend=target.name)
             assert_same(Result(out, lse), want, f"{number} threads")
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("default_dtype", torch.float64),
+        ("default_dtype", torch.bfloat16),
+        ("default_device", "meta"),
+        ("float32_matmul_precision", "medium"),
+        ("float32_matmul_precision", "high"),
+    ],
+)
+@pytest.mark.parametrize("name", ["decode", "mixed_window", "float8_e4m3fn", "int8"])
+def test_settings_of_torch_change_nothing(target: Target, name: str, setting: str, value: Any) -> None:
+    """A host program's defaults are not ours, and float32 stays float32 where it lets torch round its products."""
+
+    @clause
+    def check() -> None:
+        call = build(SPECS[name], device=target.device)
+        want = target.attend(call)
+        with torch_settings(setting, value):
+            out, lse = pagedkern.paged_attention(**call.args, return_lse=True, backend=target.name)
+            merged = pagedkern.merge_states(out, lse, out, lse)
+        assert_same(Result(out, lse), want, f"{setting} = {value}")
+        assert merged[0].device == out.device
+        assert (merged[0].dtype, merged[1].dtype) == (out.dtype, lse.dtype)
+
+    check()
+
+
+def test_autocast_changes_nothing(target: Target) -> None:
+    @clause
+    def check() -> None:
+        call = build(SPECS["mixed_window"], device=target.device)
+        want = target.attend(call)
+        with torch.autocast(target.device, dtype=torch.bfloat16):
+            out, lse = pagedkern.paged_attention(**call.args, return_lse=True, backend=target.name)
+        assert_same(Result(out, lse), want, "under autocast")
 
     check()
 

@@ -217,6 +217,24 @@ def test_nothing_at_all(target: Target, seq_lens: tuple[int, ...], ragged: bool)
         check_nothing_at_all(target, Spec(seq_lens=(7,) * len(seq_lens), query_lens=(0,) * len(seq_lens)))
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_no_block_and_no_column(target: Target, ragged: bool) -> None:
+    """A cache of 0 blocks, a table of 0 columns: padding rows need neither."""
+
+    @clause
+    def check() -> None:
+        call = build(Spec(seq_lens=(0, 0), query_lens=(1, 2) if ragged else None), device=target.device, spare_blocks=0)
+        assert call.args["k_cache"].shape[0] == 0
+        target.check_support(call)
+        for width in (2, 0):
+            call.args["block_table"] = call.args["block_table"][:, :width]
+            got = target.attend(call)
+            assert torch.equal(got.out, torch.zeros_like(got.out))
+            assert (got.lse == -math.inf).all()
+
+    check()
+
+
 @clause
 def check_steep_alibi(target: Target) -> None:
     """Slopes that push all but the nearest tokens below float32, and negative ones that prefer the farthest."""

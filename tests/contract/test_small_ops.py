@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from reference import oracle
 from tests.contract.cache_checks import check_copy, check_write, new_tokens
 from tests.contract.pairwise import pairwise
 from tests.contract.problems import LAYOUTS, QUANTIZED, Spec, bits, dtype_of
-from tests.contract.targets import Target
+from tests.contract.targets import Target, torch_settings
 
 FLOATS = ("float32", "float16", "bfloat16")
 WRITES = pairwise(
@@ -88,6 +89,24 @@ def test_a_quantized_cache_without_scales_is_one_with_scale_one(target: Target, 
 def test_no_token(target: Target, kv_dtype: str) -> None:
     scales: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0} if kv_dtype == "int8" else {}
     check_write(target, Spec(kv_dtype=kv_dtype), [], 3, tokens=(torch.zeros(0, 2, 32),) * 2, **scales)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("default_dtype", torch.float64), ("default_device", "meta")])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", *QUANTIZED])
+def test_settings_of_torch_change_nothing(target: Target, kv_dtype: str, setting: str, value: Any) -> None:
+    spec = Spec(kv_dtype=kv_dtype)
+    k, v = (x.to(target.device) for x in new_tokens(spec, 3))
+    slots, moved = (torch.tensor(x, device=target.device) for x in ([0, 5, 9], [1, 0]))
+    scales = scales_of(spec, "number", target.device)
+    results = []
+    for changed in (False, True):
+        k_cache, v_cache = (torch.zeros(2, 8, 2, 32, dtype=spec.cache_dtype, device=target.device) for _ in range(2))
+        with torch_settings(setting, value) if changed else nullcontext():
+            pagedkern.write_kv(k, v, k_cache, v_cache, slots, backend=target.name, **scales)
+            pagedkern.copy_blocks([k_cache, v_cache], moved, moved.flip(0), backend=target.name)
+        results.append(torch.stack([bits(k_cache), bits(v_cache)]))
+    assert torch.equal(results[0], results[1])
+    assert results[0].any()
 
 
 def test_many_tokens(target: Target) -> None:
@@ -214,6 +233,12 @@ def test_merge_of_views(target: Target) -> None:
     got, want = pagedkern.merge_states(strided, lse, *b), pagedkern.merge_states(*a, *b)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
+
+
+def test_merge_of_nothing(target: Target) -> None:
+    nothing = states((0, 4, 16), torch.float32, 1, target.device)
+    out, lse = pagedkern.merge_states(*nothing, *nothing)
+    assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))
 
 
 def test_merge_of_three_parts_in_any_order(target: Target) -> None:
