@@ -1,4 +1,4 @@
-"""The clauses of the contract (DESIGN section 4) as functions of a target and a spec. They raise AssertionError.
+"""The clauses of the contract (README.md) as functions of a target and a spec. They raise AssertionError.
 
 They are functions rather than tests so that every test file, the property tests and `test_judge.py`, which runs them on
 broken backends, use the same ones.

@@ -1,4 +1,4 @@
-"""Random specs for hypothesis: everything DESIGN section 4 allows, sizes kept small."""
+"""Random specs for hypothesis: everything that every backend accepts, sizes kept small."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.contract.problems import Call
 
 
 def _odd_block_size(problem: Problem) -> bool:
-    """Block sizes that DESIGN section 3 leaves to GPU backends: anything but a multiple of 8."""
+    """Block sizes that a GPU backend may leave out: anything but a multiple of 8."""
     return problem.block_size % 8 != 0
 
 

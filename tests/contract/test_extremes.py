@@ -1,4 +1,4 @@
-"""Far ends of the ranges of DESIGN section 4: contexts, memory, magnitudes."""
+"""Far ends of what every backend accepts: contexts, memory, magnitudes."""
 
 from __future__ import annotations
 
