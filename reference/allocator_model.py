@@ -438,6 +438,8 @@ class Model:
                         plan.arrivals.append((block, block.incoming))
             self.change_place(plan, seq, [places[b] if b else None for b in table], "swapped out")
             seq.arriving = False
+            seq.present = min(seq.present, seq.scheduled)
+            seq.registered = min(seq.registered, seq.scheduled // self.size)
         for block, place in places.items():
             if block.owners and block.incoming is None:
                 self.pair(block, place)

@@ -117,6 +117,7 @@ class BlockAllocator:
 
     # Sequences.
 
+    @operation
     def can_allocate(self, tokens: int | Tokens, *, salt: Salt = None) -> Verdict:
         """Whether `create(tokens)` would succeed with the watermark kept: `OK`, `LATER`, or `NEVER`. Changes nothing.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pagedkern.allocator.run import Run
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.errors import AuditError
 
@@ -56,7 +57,7 @@ def _expect(holds: bool, message: str) -> None:
 
 
 def _check_pool(pool: BlockPool, owners: Counter[int], fences: Counter[int]) -> None:
-    keys, by_key = pool.prefix.keys, dict(pool.prefix.items())
+    keys = pool.prefix.keys
     for b, refs in enumerate(pool.refs):
         _expect(refs == owners[b], f"{pool.name} block {b}: {refs} owners counted, {owners[b]} tables hold it")
     _expect(pool.holds == dict(fences), f"{pool.name} fences: {pool.holds} counted, plans have {dict(fences)}")
@@ -70,16 +71,17 @@ def _check_pool(pool: BlockPool, owners: Counter[int], fences: Counter[int]) -> 
         _expect(keys[b] is None, f"{pool.name} block {b}: blank, yet cached")
     for b in idle:
         _expect(keys[b] is not None, f"{pool.name} block {b}: idle, yet not cached")
-    for b, key in enumerate(keys):
-        _expect(
-            key is None or by_key.get(key) == b,
-            f"{pool.name} block {b}: its key leads elsewhere",
-        )
-    for key, b in by_key.items():
-        _expect(keys[b] == key, f"{pool.name} block {b}: cached under a key that is not its own")
-        _expect(key[0] > 0, f"{pool.name} block {b}: cached behind no prefix")
-    nodes = [pool.prefix.nodes[b] for b in by_key.values()]
-    _expect(len(set(nodes)) == len(nodes), f"{pool.name}: two cached blocks stand for the same prefix")
+    items = list(pool.prefix.items())
+    cached = [b for _, b, _ in items]
+    _expect(
+        len(set(cached)) == len(cached) == len(pool.prefix), f"{pool.name}: {len(pool.prefix)} cached blocks counted"
+    )
+    _expect({b for b, key in enumerate(keys) if key is not None} == set(cached), f"{pool.name}: cached, yet not listed")
+    _expect(len({node for _, _, node in items}) == len(items), f"{pool.name}: two blocks stand for the same prefix")
+    for key, b, node in items:
+        own = keys[b]
+        _expect(key == own or (isinstance(own, Run) and b in own.blocks), f"{pool.name} block {b}: not its own key")
+        _expect(0 < key[0] < pool.prefix.next_node and node > 0, f"{pool.name} block {b}: cached behind no prefix")
 
 
 def _check_sequence(core: Core, seq: Sequence) -> None:
@@ -117,11 +119,12 @@ class _Contents:
 
     def __init__(self, core: Core) -> None:
         self._keys = {
-            index.nodes[b]: key for index in (core.prefix, core.host.prefix) for key, b in index.items()
+            node: key for index in (core.prefix, core.host.prefix) for key, _, node in index.items()
         }  # of each node that has a block
+        self.keys = {b: key for key, b, _ in core.prefix.items()}  # of each cached block of the device
         self._numbers: dict[tuple[int | None, bytes], int] = {}
         self._of_node: dict[int, int | None] = {s._root: -s._root for s in core.live.values()}
-        self._of_node |= {root: -root for root in core.prefix.roots()}
+        self._of_node |= {root: -root for _, root in core.prefix.salts()}
 
     def extend(self, prefix: int | None, chunk: bytes) -> int | None:
         """The number of a prefix with one block more."""
@@ -146,11 +149,11 @@ class _Contents:
 
 def _check_cached(core: Core, seq: Sequence, contents: _Contents) -> None:
     """Its blocks are cached behind the prefix and with the tokens that it has."""
-    index, size = core.pool_of(seq).prefix, core.block_size
+    size = core.block_size
     prefix: int | None = -seq._root
     for i in range(seq._registered if seq._root and seq._state is State.LIVE else 0):
         tokens = seq._tokens[i * size : (i + 1) * size].tobytes()
-        key = index.keys[seq._blocks[i]] if seq._blocks[i] >= 0 else None
+        key = contents.keys.get(seq._blocks[i])
         if key is not None:
             known = contents.of(key[0])
             _expect(known in (None, prefix), f"sequence {seq.id}: block {i} is cached behind another prefix")

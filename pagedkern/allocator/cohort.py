@@ -165,7 +165,7 @@ class Cohort:
             raise InvalidArgument(f"plan: {step.id} comes after {first.id} for the same sequences, commit that first")
         prefix = self._core.prefix
         for seq, block, before, chunk in step._fills or ():
-            prefix.insert_one(prefix.nodes[before] if before >= 0 else seq._root, chunk, block)
+            prefix.insert_one(prefix.node_of(before) if before >= 0 else seq._root, chunk, block)
         self._pending.popleft()
         self._committed += 1
         step._phase = Phase.COMMITTED

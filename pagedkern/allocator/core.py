@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from itertools import count
 from typing import TYPE_CHECKING
 
 from pagedkern.allocator.observe import COUNTS, EventLog
 from pagedkern.allocator.pool import BlockPool
-from pagedkern.allocator.prefix import PrefixIndex
+from pagedkern.allocator.prefix import Nodes, PrefixIndex
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.step import Phase, Plan, Row, Table
 from pagedkern.allocator.undo import UndoLog
@@ -27,7 +26,7 @@ class Core:
         self.block_size = block_size
         self.caching = caching
         self.undo = UndoLog()
-        nodes = count(1)
+        nodes = Nodes()
         self.prefix = PrefixIndex("device", num_blocks, block_size, self.undo, nodes)
         self.pool = BlockPool("device", num_blocks, self.prefix, self.undo)
         self.host = BlockPool(
@@ -219,7 +218,7 @@ class Core:
         if behind < 0 or min(blocks) < 0:  # the window has passed: nobody can say any more what these blocks follow
             seq._root = 0
             return
-        parent = self.prefix.nodes[behind] if start else seq._root
+        parent = self.prefix.node_of(behind) if start else seq._root
         data = seq._tokens[start * size : full * size].tobytes()
         self.prefix.insert(parent, self.prefix.chunks(data), blocks)
         seq._registered = full

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TextIO, TypeVar
 
 from pagedkern.allocator.sequence import Sequence
-from pagedkern.allocator.step import Plan, Step
+from pagedkern.allocator.step import Plan, Step, Verdict
 from pagedkern.errors import OutOfBlocks
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ class OperationLog:
 
 def encode(value: Any) -> Any:
     """Arguments as JSON."""
+    if isinstance(value, Verdict):
+        return value.value
     if isinstance(value, Sequence):
         return {"seq": value.id}
     if isinstance(value, Plan):

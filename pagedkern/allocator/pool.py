@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pagedkern.allocator.idle import IdleQueue
-from pagedkern.allocator.prefix import Key, PrefixIndex
+from pagedkern.allocator.prefix import PrefixIndex
+from pagedkern.allocator.run import Key
 from pagedkern.allocator.undo import UndoLog
 from pagedkern.errors import OutOfBlocks
 
@@ -301,7 +302,7 @@ class BlockPool:
 
     def cached(self, key: Key | None) -> int | None:
         """The block that is cached under a key."""
-        return self.prefix.get(key) if key is not None else None
+        return self.prefix.find(key) if key is not None else None
 
     def forget_idle(self) -> None:
         """Idle blocks become blank ones: nobody will look for their contents."""

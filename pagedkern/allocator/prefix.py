@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
-from itertools import count
-from typing import TypeAlias
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from pagedkern.allocator.arguments import Salt
 from pagedkern.allocator.observe import EventLog
+from pagedkern.allocator.run import Key, Run
 from pagedkern.allocator.undo import UndoLog
 
-Key: TypeAlias = tuple[int, bytes]
-"""The node of the parent block, and the block's token ids as packed 64-bit integers."""
+
+class Nodes:
+    """Hands out numbers of nodes, none of them twice."""
+
+    __slots__ = ("next",)
+
+    def __init__(self, first: int = 1) -> None:
+        self.next = first
+
+    def take(self, count: int = 1) -> int:
+        """The first of so many consecutive numbers."""
+        first = self.next
+        self.next += count
+        return first
 
 
 class PrefixIndex:
@@ -22,25 +35,44 @@ class PrefixIndex:
     never used twice, so a key (node of the parent, the block's own tokens) names a prefix exactly: dictionaries compare
     keys in full, and a hash collision costs time, never correctness. When a block is evicted, its node dies with it
     and the blocks behind it can be found no more; they leave in their turn.
+
+    Blocks that came together may be listed together, as a `Run`.
     """
 
-    __slots__ = ("_by_key", "_next_node", "_roots", "_stride", "_undo", "events", "keys", "memory", "nodes", "peer")
+    __slots__ = (
+        "_by_key",
+        "_nodes",
+        "_num_cached",
+        "_number",
+        "_roots",
+        "_stride",
+        "_undo",
+        "events",
+        "keys",
+        "memory",
+        "peer",
+    )
 
-    def __init__(self, memory: str, num_blocks: int, block_size: int, undo: UndoLog, nodes: count[int]) -> None:
+    def __init__(self, memory: str, num_blocks: int, block_size: int, undo: UndoLog, number: Nodes) -> None:
         self.memory = memory  # for events: "device" or "host"
         self.events: EventLog | None = None
-        self._by_key: dict[Key, int] = {}
+        self.peer: PrefixIndex | None = None  # the index of the other memory: the same prefix has the same node there
+        self.keys: list[Key | Run | None] = [None] * num_blocks  # of each block, None if its contents are not cached
+        self._nodes = [
+            0
+        ] * num_blocks  # of each full block that a live sequence computed or that is cached, without runs
+        self._by_key: dict[Key, int] = {}  # of a run, the first block only
+        self._num_cached = 0
         self._roots: dict[Salt, int] = {}
         self._stride = 8 * block_size
-        self._next_node = nodes
+        self._number = number
         self._undo = undo
-        self.peer: PrefixIndex | None = None  # the index of the other memory: the same prefix has the same node there
-        self.keys: list[Key | None] = [None] * num_blocks  # of each block, None if its contents are not cached
-        self.nodes = [0] * num_blocks  # of each full block that a live sequence computed, or that is cached
 
     def __len__(self) -> int:
         """Cached blocks, owned or not."""
-        return len(self._by_key)
+        return self._num_cached
+
+    # Salts.
 
     def root(self, salt: Salt) -> int:
         """The node of the empty prefix under a salt: tenants with different salts share nothing. Amortised O(1)."""
@@ -49,66 +81,81 @@ class PrefixIndex:
             if len(self._roots) > 1024 + 2 * len(self.keys):  # forget the salts that no cached block is under
                 used = {parent for parent, _ in self._by_key}
                 self._roots = {s: n for s, n in self._roots.items() if n in used}
-            self._roots[salt] = node = next(self._next_node)
+            self._roots[salt] = node = self._number.take()
             if self.events is not None:
                 self.events.salts[node] = salt
         return node
-
-    def salts(self) -> list[tuple[Salt, int]]:
-        """Each salt with the node of its empty prefix."""
-        return list(self._roots.items())
-
-    def set_salts(self, salts: list[tuple[Salt, int]]) -> None:
-        """For a snapshot's return."""
-        self._roots = dict(salts)
-
-    def next_node(self) -> int:
-        """A number that no node has."""
-        return next(self._next_node)
-
-    def put(self, cached: list[tuple[int, Key]], nodes: list[int], next_node: count[int]) -> None:
-        """Fill a new index with a snapshot's contents."""
-        self.nodes[:] = nodes
-        self._next_node = next_node
-        for b, key in cached:
-            self.keys[b] = key
-            self._by_key[key] = b
-
-    def roots(self) -> Iterable[int]:
-        """The nodes of the empty prefixes, for audits."""
-        return self._roots.values()
 
     def peek_root(self, salt: Salt) -> int:
         """The node of the empty prefix under a salt, 0 if nothing can be cached under it. Changes nothing."""
         return self._roots.get(salt, 0)
 
+    def salts(self) -> list[tuple[Salt, int]]:
+        """Each salt with the node of its empty prefix."""
+        return list(self._roots.items())
+
+    # Looking.
+
     def chunks(self, data: bytes) -> tuple[bytes, ...]:
         """Packed tokens cut into full blocks; a partial last block is left out."""
         return _cutter(self._stride, len(data) // self._stride).unpack_from(data)
 
-    def get(self, key: Key) -> int | None:
-        """The block cached under a key."""
-        return self._by_key.get(key)
-
-    def match(self, node: int, chunks: Iterable[bytes]) -> list[int]:
+    def match(self, node: int, chunks: tuple[bytes, ...]) -> list[int]:
         """The blocks of the longest cached prefix, ~b for a block of the other memory where only that has it.
 
         O(its length).
         """
-        get, nodes, peer = self._by_key.get, self.nodes, self.peer
+        get, nodes, keys = self._by_key.get, self._nodes, self.keys
         blocks: list[int] = []
-        for chunk in chunks:
-            block = get((node, chunk))
+        start, count = 0, len(chunks)
+        while start < count:
+            block = get((node, chunks[start]))
             if block is None:
-                other = peer._by_key.get((node, chunk)) if peer is not None else None
-                if other is None:
+                if self.peer is None or (other := self.peer.find((node, chunks[start]))) is None:
                     break
-                node = peer.nodes[other]  # type: ignore[union-attr]
+                node = self.peer._nodes[other]
                 blocks.append(~other)
+                start += 1
+                continue
+            run = keys[block]
+            if type(run) is Run:
+                common = run.common(chunks, start)
+                blocks += run.blocks[:common]
+                node = run.base + common - 1
+                start += common
+                if common < len(run.blocks):
+                    break  # the run goes on otherwise, and if anything else followed it would have been taken apart
                 continue
             blocks.append(block)
             node = nodes[block]
+            start += 1
         return blocks
+
+    def find(self, key: Key) -> int | None:
+        """The block cached under a key; a run is taken apart for it."""
+        block = self._by_key.get(key)
+        if block is not None and type(run := self.keys[block]) is Run:
+            self._take_apart(run)
+        return block
+
+    def key_of(self, block: int) -> Key | None:
+        """The key under which a block is cached; a run is taken apart for it."""
+        key = self.keys[block]
+        if type(key) is Run:
+            self._take_apart(key)
+            key = self.keys[block]
+        return key  # type: ignore[return-value]
+
+    def node_of(self, block: int) -> int:
+        """The node of a full block that a live sequence computed, or that is cached."""
+        run = self.keys[block]
+        if type(run) is Run:
+            if run.blocks[-1] == block:
+                return run.base + len(run.blocks) - 1
+            self._take_apart(run)
+        return self._nodes[block]
+
+    # Changing.
 
     def insert(self, parent: int, chunks: tuple[bytes, ...], blocks: list[int]) -> None:
         """Cache computed full blocks that follow the prefix `parent`.
@@ -116,29 +163,21 @@ class PrefixIndex:
         Where a block with the same contents is cached already, that one stays and ours is not cached, only given the
         same node, so that what follows it can be.
         """
-        nodes, keys = self.nodes, self.keys
-        start, mixed = 0, any(map(keys.__getitem__, blocks))
-        while start < len(blocks):
+        one_by_one = self.events is not None or any(map(self.keys.__getitem__, blocks))
+        start, last = 0, len(blocks) - 1
+        while start <= last:
             key = (parent, chunks[start])
-            if not mixed and key not in self._by_key and not self._in_peer(key):
+            if not one_by_one and start < last and key not in self._by_key and not self._in_peer(key):
                 break
             self.insert_one(parent, chunks[start], blocks[start])
-            parent = nodes[blocks[start]]
+            parent = self._nodes[blocks[start]] if start < last else 0
             start += 1
-        fresh = blocks[start:]
-        if not fresh:
+        if start > last:
             return
         # Nothing can be cached behind a node that is new, so the rest goes in without looking.
-        numbers = [next(self._next_node) for _ in fresh]
-        new = list(zip([parent, *numbers], chunks[start:], strict=False))
-        self._undo.append((self._set_nodes, (fresh, [nodes[b] for b in fresh])))
-        self._undo.append((self._forget, (fresh,)))
-        for b, key, node in zip(fresh, new, numbers, strict=True):
-            keys[b] = key
-            nodes[b] = node
-        self._by_key.update(zip(new, fresh, strict=True))
-        if self.events is not None:
-            self._tell(self.events.stored, fresh)
+        run = Run(key, self._number.take(last + 1 - start), blocks[start:], list(chunks[start:]))
+        self._put_run(run)
+        self._undo.append((self._forget_run, (run,)))
 
     def _in_peer(self, key: Key) -> bool:
         return self.peer is not None and key in self.peer._by_key
@@ -146,30 +185,43 @@ class PrefixIndex:
     def insert_one(self, parent: int, chunk: bytes, block: int) -> None:
         """`insert` of a single block."""
         if self.keys[block] is not None:  # somebody else who owns it was faster
+            self.key_of(block)
             return
         key = (parent, chunk)
-        known = self._by_key.get(key)
-        self._undo.append((self._set_nodes, ([block], [self.nodes[block]])))
+        known = self.find(key)
+        self._undo.append((self._set_node, (block, self._nodes[block])))
         if known is not None:
-            self.nodes[block] = self.nodes[known]
+            self._nodes[block] = self._nodes[known]
             return
-        peer = self.peer
-        other = peer._by_key.get(key) if peer is not None else None
-        self._undo.append((self._forget, ([block],)))
-        self.nodes[block] = next(self._next_node) if other is None else peer.nodes[other]  # type: ignore[union-attr]
+        other = self.peer.find(key) if self.peer is not None else None
+        self._nodes[block] = self._number.take() if other is None else self.peer._nodes[other]  # type: ignore[union-attr]
+        self._undo.append((self._forget, (block,)))
         self.keys[block] = key
         self._by_key[key] = block
+        self._num_cached += 1
         if self.events is not None:
             self._tell(self.events.stored, [block])
 
-    def _tell(self, what: Callable[[str, int, int, Key], None], blocks: list[int]) -> None:
-        """Record an event for each of these cached blocks."""
-        assert self.events is not None
-        self._undo.append((self.events.cut, (len(self.events.changes),)))
-        for b in blocks:
-            key = self.keys[b]
+    def remove(self, blocks: list[int]) -> None:
+        """Stop caching blocks that are cached: they are evicted, or about to be written. O(blocks)."""
+        if self.events is not None:
+            self._tell(self.events.removed, blocks)
+        keys = self.keys
+        start = 0
+        while start < len(blocks):
+            block = blocks[start]
+            run = keys[block]
+            if type(run) is Run:
+                count = run.tail(blocks, start)
+                if count:
+                    self._shorten(run, count)
+                    start += count
+                    continue
+            key = self.key_of(block)
             assert key is not None
-            what(self.memory, b, self.nodes[b], key)
+            self._forget(block)
+            self._undo.append((self._reinsert, (block, key, self._nodes[block])))
+            start += 1
 
     def clear(self) -> None:
         """Forget everything, and with which node each salt begins."""
@@ -177,40 +229,109 @@ class PrefixIndex:
         self._undo.append((self._set_roots, (self._roots,)))
         self._roots = {}
 
+    def _tell(self, what: Callable[[str, int, int, Key], None], blocks: list[int]) -> None:
+        """Record an event for each of these cached blocks."""
+        assert self.events is not None
+        self._undo.append((self.events.cut, (len(self.events.changes),)))
+        for b in blocks:
+            key = self.key_of(b)
+            assert key is not None
+            what(self.memory, b, self._nodes[b], key)
+
     def _set_roots(self, roots: dict[Salt, int]) -> None:
         self._roots = roots
 
-    def _set_nodes(self, blocks: list[int], nodes: list[int]) -> None:
-        for b, node in zip(blocks, nodes, strict=True):
-            self.nodes[b] = node
+    def _set_node(self, block: int, node: int) -> None:
+        self._nodes[block] = node
 
-    def _forget(self, blocks: list[int]) -> None:
+    def _forget(self, block: int) -> None:
+        del self._by_key[self.keys[block]]  # type: ignore[arg-type]
+        self.keys[block] = None
+        self._num_cached -= 1
+
+    def _reinsert(self, block: int, key: Key, node: int) -> None:
+        self._by_key[key] = block
+        self.keys[block] = key
+        self._nodes[block] = node
+        self._num_cached += 1
+
+    # Runs.
+
+    def _put_run(self, run: Run) -> None:
+        keys = self.keys
+        for b in run.blocks:
+            keys[b] = run
+        self._by_key[run.key] = run.blocks[0]
+        self._num_cached += len(run.blocks)
+
+    def _forget_run(self, run: Run) -> None:
+        for b in run.blocks:
+            self.keys[b] = None
+        del self._by_key[run.key]
+        self._num_cached -= len(run.blocks)
+
+    def _shorten(self, run: Run, count: int) -> None:
+        """Forget the last blocks of a run."""
+        blocks, chunks = run.blocks[-count:], run.chunks[-count:]
+        self._undo.append((self._lengthen, (run, blocks, chunks)))
+        keys = self.keys
         for b in blocks:
-            key = self.keys[b]
-            if key is not None:
-                self._by_key.pop(key, None)
-                self.keys[b] = None
-
-    def remove(self, blocks: list[int]) -> None:
-        """Stop caching blocks that are cached: they are evicted, or about to be written."""
-        keys, by_key = self.keys, self._by_key
-        if self.events is not None:
-            self._tell(self.events.removed, blocks)
-        removed = [keys[b] for b in blocks]
-        self._undo.append((self._reinsert, (blocks, removed)))
-        for b, key in zip(blocks, removed, strict=True):
-            del by_key[key]  # type: ignore[arg-type]
             keys[b] = None
+        del run.blocks[-count:], run.chunks[-count:]
+        if not run.blocks:
+            del self._by_key[run.key]
+        self._num_cached -= count
 
-    def _reinsert(self, blocks: list[int], removed: list[Key | None]) -> None:
-        for b, key in zip(blocks, removed, strict=True):
-            if key is not None:
-                self._by_key[key] = b
-                self.keys[b] = key
+    def _lengthen(self, run: Run, blocks: list[int], chunks: list[bytes]) -> None:
+        run.blocks += blocks
+        run.chunks += chunks
+        self._num_cached -= len(run.blocks) - len(blocks)
+        self._put_run(run)
 
-    def items(self) -> Iterable[tuple[Key, int]]:
-        """Every key with its block, for audits."""
-        return self._by_key.items()
+    def _take_apart(self, run: Run) -> None:
+        """List each block of a run by itself. O(its length), once for each run."""
+        blocks, keys = run.blocks, run.keys()
+        self._undo.append((self._put_together, (run, [self._nodes[b] for b in blocks])))
+        for number, (b, key) in enumerate(zip(blocks, keys, strict=True), run.base):
+            self.keys[b] = key
+            self._nodes[b] = number
+            self._by_key[key] = b
+
+    def _put_together(self, run: Run, nodes: list[int]) -> None:
+        for b, key, node in zip(run.blocks, run.keys(), nodes, strict=True):
+            self._nodes[b] = node
+            del self._by_key[key]
+        self._num_cached -= len(run.blocks)
+        self._put_run(run)
+
+    # For audits and snapshots.
+
+    @property
+    def next_node(self) -> int:
+        """All nodes are below."""
+        return self._number.next
+
+    def items(self) -> Iterator[tuple[Key, int, int]]:
+        """(key, block, node) of each cached block. Changes nothing."""
+        for key, block in self._by_key.items():
+            run = self.keys[block]
+            if type(run) is Run:
+                yield from zip(run.keys(), run.blocks, range(run.base, run.base + len(run.blocks)), strict=True)
+            else:
+                yield key, block, self._nodes[block]
+
+    def state(self) -> dict[str, Any]:
+        """The contents, for `put`."""
+        cached = [[b, parent, array("q", ids).tolist(), node] for (parent, ids), b, node in self.items()]
+        return {"cached": cached, "nodes": self._nodes[:], "next_node": self._number.next}
+
+    def put(self, state: dict[str, Any], salts: list[tuple[Salt, int]]) -> None:
+        """Fill a new index with the contents of another one."""
+        self._number.next = state["next_node"]
+        self._nodes[:] = state["nodes"]
+        self._roots = dict(salts)
+        for b, parent, ids, node in state["cached"]:
+            self._reinsert(b, (parent, array("q", ids).tobytes()), node)
 
 
 _CUTTERS: dict[tuple[int, int], struct.Struct] = {}

@@ -15,6 +15,7 @@ from typing import Any
 
 from pagedkern.allocator.allocator import BlockAllocator
 from pagedkern.allocator.operation import outcome
+from pagedkern.allocator.sequence import Sequence
 from pagedkern.allocator.step import Plan
 from pagedkern.errors import AuditError, InvalidArgument, PagedKernError
 
@@ -63,7 +64,7 @@ class Replay:
         for item in result if isinstance(result, list) else [result]:
             if isinstance(item, Plan):
                 self._plans[item.id] = item
-            elif item is not None:
+            elif isinstance(item, Sequence):
                 self._seqs[item.id] = item
         return {"gives": outcome(result)}
 

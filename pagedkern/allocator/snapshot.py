@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from itertools import count
 from typing import Any
 
 from pagedkern.allocator.core import Core
@@ -41,7 +40,6 @@ def take(core: Core, reserve: int) -> dict[str, Any]:
         "block_size": core.block_size,
         "prefix_caching": core.caching,
         "reserve": reserve,
-        "next_node": core.prefix.next_node(),
         "last_seq": core.last_seq,
         "last_plan": core.last_plan,
         "roots": [[_encode(salt), node] for salt, node in core.prefix.salts()],
@@ -75,15 +73,7 @@ def _sequence(seq: Sequence) -> dict[str, Any]:
 
 def _pool(pool: BlockPool) -> dict[str, Any]:
     blank, idle = pool.free_blocks()
-    cached = [[b, parent, array("q", tokens).tolist()] for (parent, tokens), b in pool.prefix.items()]
-    return {
-        "blank": blank,
-        "idle": idle,
-        "cached": cached,
-        "nodes": pool.prefix.nodes,
-        "levels": pool.levels(),
-        **_marks(pool),
-    }
+    return {"blank": blank, "idle": idle, "levels": pool.levels(), "index": pool.prefix.state(), **_marks(pool)}
 
 
 def _marks(pool: BlockPool) -> dict[str, int]:
@@ -101,14 +91,11 @@ def shape(state: dict[str, Any]) -> dict[str, Any]:
 def put(core: Core, state: dict[str, Any]) -> None:
     """Fill a new allocator's core. O(blocks + tokens)."""
     core.last_seq, core.last_plan = state["last_seq"], state["last_plan"]
-    nodes = count(state["next_node"])
+    salts = [(_decode(salt), node) for salt, node in state["roots"]]
     for pool, part in ((core.pool, state["device"]), (core.host, state["host"])):
-        pool.prefix.put(
-            [(b, (parent, array("q", ids).tobytes())) for b, parent, ids in part["cached"]], part["nodes"], nodes
-        )
+        pool.prefix.put(part["index"], salts if pool is core.pool else [])
         pool.num_evicted, pool.least_free = part["num_evicted"], part["least_free"]
         pool.put(part["blank"], part["idle"], [(b, level) for b, level in part["levels"]])
-    core.prefix.set_salts([(_decode(salt), node) for salt, node in state["roots"]])
     for item in state["sequences"]:
         blocks, tokens = array("i", item["blocks"]), array("q", item["tokens"])
         seq = Sequence(core.owner, item["id"], blocks, tokens, item["length"])

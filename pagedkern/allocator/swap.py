@@ -24,6 +24,10 @@ def swap_out(core: Core, seqs: list[Sequence]) -> Plan:
         plan._arrivals += [pair for pair in arrivals if pair not in plan._arrivals]
         _change_place(core, plan, seq, array("i", [places.get(b, -1) for b in table]), State.SWAPPED)
         seq._arriving = False
+        # The last token of a prompt that was cached whole may be in a block that stays behind: it is to be written
+        # then.
+        seq._present = min(seq._present, seq._scheduled)
+        seq._registered = min(seq._registered, seq._scheduled // core.block_size)
     for b, h in places.items():
         if core.pool.refs[b] and b not in core.pool.incoming:
             core.pool.twin(b, h)
@@ -64,7 +68,7 @@ def _plan(
     for b in (b for table in tables for b in table if b >= 0):
         if b not in places:
             known = source.twins.get(b, source.incoming.get(b))
-            places[b] = known if known is not None else target.cached(source.prefix.keys[b])
+            places[b] = known if known is not None else target.cached(source.prefix.key_of(b))
     found = {b: place for b, place in places.items() if place is not None}
     missing = [b for b in places if b not in found]
     free = target.num_free - target.num_idle_of(found.values())

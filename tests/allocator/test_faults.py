@@ -28,7 +28,7 @@ class Scene:
     """A small engine in the middle of its work: prefixes cached on both memories, forks, steps and plans in flight."""
 
     def __init__(self) -> None:
-        a = self.a = BlockAllocator(20, 4, num_host_blocks=12)
+        a = self.a = BlockAllocator(22, 4, num_host_blocks=12)
         self.prompt = list(range(11))
         self.gone = a.create(list(range(40, 52)), priority=1)
         self.host = a.create(self.prompt)
@@ -42,6 +42,7 @@ class Scene:
         self.fresh = a.create(self.prompt)
         self.first = a.append([self.busy], [7])
         self.second = a.append([self.busy], [8])
+        self.late = a.prefill([a.create(list(range(80, 88)))])
         self.out = a.swap_out([a.create(5)])
         self.pair = [a.create(3), a.create(4)]
         a.commit(a.prefill(self.pair))
@@ -77,6 +78,10 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "swap out": lambda s: s.a.swap_out([s.seq, s.fork, s.fresh]),
     "swap in": lambda s: s.a.swap_in([s.host]),
     "commit": lambda s: s.a.commit(s.first),
+    "commit a prompt": lambda s: s.a.commit(s.late),
+    "clear the cache": lambda s: s.a.clear_cache(),
+    "pin": lambda s: s.a.pin(s.seq),
+    "look for a prefix": lambda s: s.a.can_allocate([*range(40, 50)]) and s.a.truncate(s.seq, 1),
     "commit fast": lambda s: s.a.commit(s.fast),
     "commit a swap": lambda s: s.a.commit(s.out),
     "abort": lambda s: s.a.abort(s.second),

@@ -63,7 +63,7 @@ def test_what_a_transaction_takes_back_is_no_event() -> None:
     allocator.record_events()
     seq = allocator.create(list(range(4)))
     step = allocator.prefill([seq])
-    with pytest.raises(InvalidArgument), allocator.transaction():
+    with pytest.raises(InvalidArgument), allocator.transaction():  # noqa: PT012
         allocator.commit(step)
         allocator.commit(step)
     assert allocator.events == []

@@ -111,6 +111,22 @@ def test_tokens_not_computed_need_no_host_block() -> None:
     assert list(allocator.prefill([seq]).seq_lens) == [20]
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_prompt_that_was_cached_whole_is_swapped_before_its_last_token(size: int) -> None:
+    allocator = BlockAllocator(8, size, num_host_blocks=8)
+    tokens = list(range(2 * size))
+    computed(allocator, tokens)
+    seq = allocator.create(tokens)
+    allocator.commit(allocator.swap_out([seq]))
+    allocator.commit(allocator.swap_in([seq]))
+    step = allocator.prefill([seq])
+    position = 2 * size - 1
+    assert list(step.slot_mapping) == [seq.block_ids[1] * size + position % size], (
+        "it is written, not taken for granted"
+    )
+    done(allocator, step)
+
+
 def test_aborted_swaps_leave_everything_where_it_was() -> None:
     allocator = BlockAllocator(8, 4, num_host_blocks=4)
     seq = computed(allocator, list(range(7)))

@@ -73,8 +73,7 @@ def fingerprint(allocator: BlockAllocator) -> object:
                 dict(pool.twins),
                 dict(pool.incoming),
                 {b: plan.id for b, plan in pool.arriving.items()},
-                dict(pool.prefix.items()),
-                {b: pool.prefix.nodes[b] for b in dict(pool.prefix.items()).values()},
+                sorted(pool.prefix.items()),
             )
             for pool in (core.pool, core.host)
         ],
