@@ -43,11 +43,12 @@ def encode_config(config: Config | Mapping[str, object] | None, backend: str) ->
     for name, value in config.items():
         if not isinstance(name, str) or not isinstance(value, (int, float, str)):
             raise InvalidType(f"config: got {name}={value!r}, accepted is a plain number, name or flag for each field")
-    return ";".join([f"{name}={config[name]!r}" for name in sorted(config)])
+    return "(" + ";".join([f"{name}={config[name]!r}" for name in sorted(config)]) + ")"
 
 
 def _decode_config(text: str) -> dict[str, object]:
-    return {name: ast.literal_eval(value) for name, _, value in (item.partition("=") for item in text.split(";"))}
+    pairs = (item.partition("=") for item in text[1:-1].split(";") if item)
+    return {name: ast.literal_eval(value) for name, _, value in pairs}
 
 
 @lru_cache(maxsize=4096)
@@ -87,7 +88,7 @@ def _tuned(problem: Problem, backend: str | None = None) -> Choice | None:
     if found is None or found.backend not in registry.names():
         return None
     implementation = registry.load(found.backend)
-    if not implementation.probe().available or implementation.supports(problem) is not None:
+    if not registry.probe(found.backend).available or implementation.supports(problem) is not None:
         return None
     try:
         config = implementation.make_config(found.config)
@@ -101,7 +102,7 @@ def _default(problem: Problem) -> Choice:
     passed_over: list[str] = []
     for name in registry.names():
         implementation = registry.load(name)
-        probe = implementation.probe()
+        probe = registry.probe(name)
         reason = implementation.supports(problem) if probe.available else probe.reason
         if reason is None:
             why = "; ".join(["not tuned: first backend that supports the problem", *passed_over])

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import cast
 
-from pagedkern.backends.base import Backend
+from pagedkern.backends.base import Backend, Probe
 from pagedkern.errors import BackendUnavailable, InvalidArgument
 
 _LOCATIONS = {  # name: "module:class", in the order in which backend="auto" prefers them when nothing was tuned
@@ -46,18 +46,22 @@ def load(name: str) -> Backend:
 
 
 @cache
+def probe(name: str) -> Probe:
+    """Whether the backend of that name can run here, found out once a process."""
+    return load(name).probe()
+
+
 def available(name: str) -> Backend:
     """The backend of that name; raises `BackendUnavailable` with the missing piece if it cannot run here."""
     backend = load(name)
-    probe = backend.probe()
-    if not probe.available:
-        raise BackendUnavailable(f"backend={name!r} cannot run here: {probe.reason}")
+    if not probe(name).available:
+        raise BackendUnavailable(f"backend={name!r} cannot run here: {probe(name).reason}")
     return backend
 
 
 def backends() -> list[BackendInfo]:
     """Every backend with its availability on this machine, and the reason."""
-    probes = ((name, load(name).probe()) for name in _LOCATIONS)
+    probes = ((name, load(name).probe()) for name in _LOCATIONS)  # anew, for whoever has just installed something
     return [BackendInfo(name, p.available, p.emulated, p.reason) for name, p in probes]
 
 
