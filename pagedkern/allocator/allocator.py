@@ -412,7 +412,8 @@ class BlockAllocator:
         """Make the calling thread the owner. The thread that owned the allocator must not be using it."""
         self._thread = get_ident()
 
-    def _is_owner(self) -> bool:
+    def _claim(self) -> bool:
+        """Whether the calling thread is the owner, or becomes it as the first one."""
         if self._thread is None:
             self._thread = get_ident()
         return self._thread == get_ident()

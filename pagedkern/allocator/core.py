@@ -219,7 +219,11 @@ class Core:
             seq._root = 0
             return
         parent = self.prefix.node_of(behind) if start else seq._root
-        data = seq._tokens[start * size : full * size].tobytes()
-        self.prefix.insert(parent, self.prefix.chunks(data), blocks)
+        chunks = seq._chunks[start:full]
+        if len(chunks) < full - start:
+            chunks = self.prefix.chunks(seq._tokens[start * size : full * size].tobytes())
+        self.prefix.insert(parent, chunks, blocks, new=start >= seq._private)
+        if full >= len(seq._chunks):
+            seq._chunks = ()
         seq._registered = full
         seq._private = max(seq._private, full)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TextIO, TypeVar
 
 from pagedkern.allocator.sequence import Sequence
@@ -27,34 +28,30 @@ def operation(
 
     @wraps(method)
     def run(self: BlockAllocator, *args: P.args, **kwargs: P.kwargs) -> R:
-        assert self._is_owner(), WRONG_THREAD
-        if self._log is not None:
-            return self._log.run(method, self, args, kwargs)
-        return atomically(method, self, args, kwargs)
+        assert self._thread == get_ident() or self._claim(), WRONG_THREAD
+        log = self._log
+        if log is not None:  # the log calls this again, with itself out of the way
+            return log.run(run, self, args, kwargs)
+        core = self._core
+        undo = core.undo
+        mark = len(undo)
+        try:
+            result = method(self, *args, **kwargs)
+        except BaseException as error:
+            undo.rollback(mark)
+            core.counts["out_of_blocks"] += isinstance(error, OutOfBlocks)
+            raise
+        if not core.in_transaction:
+            undo.clear()
+        return result
 
     return run  # type: ignore[return-value]
-
-
-def atomically(method: Callable[..., R], self: BlockAllocator, args: Any, kwargs: Any) -> R:
-    """Call the method; take back what it did if it raises."""
-    core = self._core
-    undo = core.undo
-    mark = len(undo)
-    try:
-        result = method(self, *args, **kwargs)
-    except BaseException as error:
-        undo.rollback(mark)
-        core.counts["out_of_blocks"] += isinstance(error, OutOfBlocks)
-        raise
-    if not core.in_transaction:
-        undo.clear()
-    return result
 
 
 @contextmanager
 def transaction(self: BlockAllocator) -> Iterator[None]:
     """What `BlockAllocator.transaction` does."""
-    assert self._is_owner(), WRONG_THREAD
+    assert self._thread == get_ident() or self._claim(), WRONG_THREAD
     core, log = self._core, self._log
     outer, mark, counts = core.in_transaction, len(core.undo), dict(core.counts)
     core.settle_cohorts()
@@ -94,15 +91,18 @@ class OperationLog:
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
 
-    def run(self, method: Callable[..., R], self_: BlockAllocator, args: Any, kwargs: Any) -> R:
+    def run(self, method: Callable[..., R], allocator: BlockAllocator, args: Any, kwargs: Any) -> R:
         """Do the operation and write it down, also if it raises."""
         args = [list(a) if isinstance(a, Iterable) and not isinstance(a, (str, bytes)) else a for a in args]
         entry = {"op": method.__name__, "args": encode(args), "kwargs": encode(kwargs)}
+        allocator._log = None
         try:
-            result = atomically(method, self_, args, kwargs)
+            result = method(allocator, *args, **kwargs)
         except BaseException as error:
             self.write({**entry, "raises": type(error).__name__})
             raise
+        finally:
+            allocator._log = self
         self.write({**entry, "gives": outcome(result)})
         return result
 

@@ -88,6 +88,8 @@ class BlockPool:
         Raises `OutOfBlocks`, and changes nothing, if fewer are free.
         """
         blank = self._blank
+        if not count:
+            return []
         if count > len(blank) and count > self.num_free:
             raise OutOfBlocks(f"{self.name} blocks: {count} needed, {self.num_free} of {self.num_blocks} free")
         kept = max(0, len(blank) - count)
@@ -114,6 +116,8 @@ class BlockPool:
             part = min(len(queue), count - len(taken))
             if part:
                 taken += self._pop(queue, part)
+            if len(taken) == count:
+                break
         for b in taken:
             self.refs[b] = 1
         self.num_evicted += len(taken)
@@ -138,19 +142,22 @@ class BlockPool:
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Add one owner to each block. Idle blocks come back to life; the caller never retains blank ones."""
-        refs, holds = self.refs, self.holds
+        refs, holds, levels = self.refs, self.holds, self._level
+        done: list[int] = []
+        self._undo.append((self._unretain, (done,)))
         for b in blocks:
             if not refs[b] and b not in holds:
-                self._idle[self._level.get(b, 0)].remove(b)
+                self._idle[levels.get(b, 0) if levels else 0].remove(b)
                 self.num_idle -= 1
             refs[b] += 1
-            self._undo.append((self._unretain, (b,)))
+            done.append(b)
 
-    def _unretain(self, b: int) -> None:
-        self.refs[b] -= 1
-        if not self.refs[b] and b not in self.holds:
-            self._idle[self._level.get(b, 0)].unremove(b)
-            self.num_idle += 1
+    def _unretain(self, blocks: list[int]) -> None:
+        for b in reversed(blocks):
+            self.refs[b] -= 1
+            if not self.refs[b] and b not in self.holds:
+                self._idle[self._level.get(b, 0)].unremove(b)
+                self.num_idle += 1
 
     def release(self, blocks: Sequence[int], level: int = 0) -> None:
         """Take one owner from each block, in the order of a table: entries of -1 are passed over.
@@ -158,14 +165,21 @@ class BlockPool:
         Blocks that nobody owns any more become free, the last of them the least recently used: tails before heads.
         """
         refs, keys, holds = self.refs, self.prefix.keys, self.holds
-        blank: list[int] = []
-        idle: list[int] = []
-        owned = [b for b in reversed(blocks) if b >= 0]
-        for b in owned:
-            refs[b] = r = refs[b] - 1
-            if not r and b not in holds:
-                (blank if keys[b] is None else idle).append(b)
-        self._undo.append((self._unrelease, (owned,)))
+        owned = list(reversed(blocks))
+        if -1 in owned:
+            owned = [b for b in owned if b >= 0]
+        if not holds and list(map(refs.__getitem__, owned)).count(1) == len(owned):  # nobody else owns any: in bulk
+            for b in owned:
+                refs[b] = 0
+            self._undo.append((self._unrelease, (owned,)))
+            free = owned
+        else:
+            for b in owned:
+                refs[b] -= 1
+            self._undo.append((self._unrelease, (owned,)))
+            free = [b for b in dict.fromkeys(owned) if not refs[b] and b not in holds]
+        idle = [b for b in free if keys[b] is not None]
+        blank = [b for b in free if keys[b] is None] if len(idle) < len(free) else []
         if level or self._level:
             for b in owned:
                 if not refs[b]:

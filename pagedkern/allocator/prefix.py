@@ -157,13 +157,13 @@ class PrefixIndex:
 
     # Changing.
 
-    def insert(self, parent: int, chunks: tuple[bytes, ...], blocks: list[int]) -> None:
-        """Cache computed full blocks that follow the prefix `parent`.
+    def insert(self, parent: int, chunks: tuple[bytes, ...], blocks: list[int], new: bool = False) -> None:
+        """Cache computed full blocks that follow the prefix `parent`. `new`: none of them is cached.
 
         Where a block with the same contents is cached already, that one stays and ours is not cached, only given the
         same node, so that what follows it can be.
         """
-        one_by_one = self.events is not None or any(map(self.keys.__getitem__, blocks))
+        one_by_one = self.events is not None or not (new or not any(map(self.keys.__getitem__, blocks)))
         start, last = 0, len(blocks) - 1
         while start <= last:
             key = (parent, chunks[start])
@@ -188,19 +188,29 @@ class PrefixIndex:
             self.key_of(block)
             return
         key = (parent, chunk)
-        known = self.find(key)
-        self._undo.append((self._set_node, (block, self._nodes[block])))
+        before = self._nodes[block]
+        known = self.find(key) if key in self._by_key else None
         if known is not None:
             self._nodes[block] = self._nodes[known]
+            self._undo.append((self._set_node, (block, before)))
             return
         other = self.peer.find(key) if self.peer is not None else None
-        self._nodes[block] = self._number.take() if other is None else self.peer._nodes[other]  # type: ignore[union-attr]
-        self._undo.append((self._forget, (block,)))
+        if other is None:
+            node = self._number.next
+            self._number.next = node + 1
+        else:
+            node = self.peer._nodes[other]  # type: ignore[union-attr]
+        self._nodes[block] = node
         self.keys[block] = key
         self._by_key[key] = block
         self._num_cached += 1
+        self._undo.append((self._uninsert, (block, before)))
         if self.events is not None:
             self._tell(self.events.stored, [block])
+
+    def _uninsert(self, block: int, node: int) -> None:
+        self._forget(block)
+        self._nodes[block] = node
 
     def remove(self, blocks: list[int]) -> None:
         """Stop caching blocks that are cached: they are evicted, or about to be written. O(blocks)."""

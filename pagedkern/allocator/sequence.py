@@ -32,6 +32,7 @@ class Sequence:
         "_arriving",
         "_blocks",
         "_cached",
+        "_chunks",
         "_cohort",
         "_computed",
         "_dirty",
@@ -64,6 +65,7 @@ class Sequence:
         self._scheduled = 0  # computed, or computed by a step in flight
         self._private = 0  # from this block on, blocks have no other owner and are not cached; before, look
         self._registered = 0  # leading full blocks that the prefix cache has been told of
+        self._chunks: tuple[bytes, ...] = ()  # the prompt's full blocks, packed, until the prefix cache knows them
         self._root = 0  # node of the empty prefix under the salt; 0: nothing of this sequence is cached
         self._salt: Any = None
         self._priority = 0

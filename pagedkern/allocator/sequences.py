@@ -27,16 +27,18 @@ def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, p
     """A new sequence; `shares`: its ids are known and prefixes are cached. O(tokens)."""
     level = integer("priority", priority, 0, PRIORITIES - 1)
     pool, prefix = core.pool, core.prefix
-    if not core.undo:
-        pool.compact()
     root = prefix.root(salt) if shares else 0
-    found = prefix.match(root, prefix.chunks(ids.tobytes())) if root else []
-    hits = [b for b in found if b >= 0]
+    chunks = prefix.chunks(ids.tobytes()) if root else ()
+    found = prefix.match(root, chunks)
+    hits = [b for b in found if b >= 0] if found else []
     missing = -(-length // core.block_size) - len(hits)
-    free = pool.num_free - pool.num_idle_of(hits)
+    free = pool.num_free - (pool.num_idle_of(hits) if hits else 0)
     if missing > free:
         raise OutOfBlocks(f"create: {missing} blocks needed beside {len(hits)} cached ones, {free} free")
-    pool.retain(hits)
+    if hits:
+        if not core.undo:  # reviving leaves entries behind
+            pool.compact()
+        pool.retain(hits)
     fresh = pool.take(missing)
     if len(hits) == len(found):
         blocks, registered = hits + fresh, len(hits)
@@ -44,6 +46,7 @@ def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, p
         blocks, registered = _expect(core, found, fresh)
     seq = core.add(array("i", blocks), ids, length)
     seq._root, seq._salt, seq._priority = root, salt, level
+    seq._chunks = chunks
     seq._present = len(found) * core.block_size
     seq._cached = seq._computed = seq._scheduled = max(0, min(seq._present, length - 1))
     seq._private, seq._registered = len(found), registered
@@ -105,6 +108,7 @@ def truncate(core: Core, seq: Sequence, length: int) -> None:
     seq._blocks, seq._tokens = seq._blocks[:kept], seq._tokens[:length]
     seq._dirty = True
     seq._length = length
+    seq._chunks = ()
     for name in ("_cached", "_present", "_computed", "_scheduled"):
         setattr(seq, name, min(getattr(seq, name), length))
     seq._registered = min(seq._registered, length // core.block_size)
