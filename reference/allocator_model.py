@@ -261,15 +261,19 @@ class Model:
         self.seqs.append(seq)
         return seq
 
-    def step(self, seqs: list[Seq], ends: list[int], lookahead: int = 0) -> Plan:
-        """The step that computes each sequence up to `ends`; tokens beyond its length are new and must be set after."""
+    def step(self, seqs: list[Seq], ends: list[int], growing: int, lookahead: int) -> Plan:
+        """The step that computes each sequence up to `ends`; tokens beyond its length are new and must be set after.
+
+        The first `growing` get blocks for `lookahead` tokens more.
+        """
+        reach = {s: e + lookahead * (i < growing) for i, (s, e) in enumerate(zip(seqs, ends, strict=True))}
         rows = [Row(s, s.scheduled, e, len(s.tokens), len(s.blocks)) for s, e in zip(seqs, ends, strict=True)]
         writes: list[tuple[Row, int, int]] = []
         lost: dict[Block, list[int]] = {}
         rewritten: list[Block] = []
         grown = 0
         for row in rows:
-            grown += max(0, self.blocks_for(row.end + lookahead) - len(row.seq.blocks))
+            grown += max(0, self.blocks_for(reach[row.seq]) - len(row.seq.blocks))
             start = max(row.start, row.seq.present)
             for i in range(start // self.size, min(self.blocks_for(row.end), len(row.seq.blocks))):
                 block, kept = row.seq.blocks[i], max(0, start - i * self.size)
@@ -298,7 +302,7 @@ class Model:
                 self.seal(plan, old, kept)
                 plan.moves.append(("copy", old, new))
         for row in [r for r in rows if not r.rides]:
-            while len(row.seq.blocks) < self.blocks_for(row.end + lookahead):
+            while len(row.seq.blocks) < self.blocks_for(reach[row.seq]):
                 row.seq.blocks.append(fresh.pop(0))
             row.seq.scheduled = row.end
             row.seq.pending.append(plan)
@@ -359,21 +363,33 @@ class Model:
                 block.arriving = None
 
     def append(self, seqs: list[Seq], tokens: list[list[int | None]], lookahead: int = 0) -> Plan:
-        plan = self.step(seqs, [len(s.tokens) + len(t) for s, t in zip(seqs, tokens, strict=True)], lookahead)
-        for seq, new in zip(seqs, tokens, strict=True):
-            seq.tokens += new
-        return plan
+        return self.mixed(seqs, tokens, [], lookahead=lookahead)
 
     def prefill(self, seqs: list[Seq], budget: int | None = None) -> Plan:
-        ends = []
-        for seq in seqs:
-            left = len(seq.tokens) - seq.scheduled
-            if budget is not None:
-                left = min(left, budget)
-                budget -= left
-            if left:
-                ends.append(seq.scheduled + left)
-        return self.step(seqs[: len(ends)], ends)
+        return self.mixed([], [], seqs, budget)
+
+    def mixed(
+        self,
+        growing: list[Seq],
+        tokens: list[list[int | None]],
+        prompts: list[Seq],
+        budget: int | None = None,
+        lookahead: int = 0,
+    ) -> Plan:
+        """Sequences that grow by tokens, then prompts as far as the budget of tokens goes."""
+        ends = [len(s.tokens) + len(t) for s, t in zip(growing, tokens, strict=True)]
+        left = None if budget is None else budget - sum(map(len, tokens))
+        for seq in prompts:
+            count = len(seq.tokens) - seq.scheduled
+            if left is not None:
+                count = min(count, left)
+                left -= count
+            if count:
+                ends.append(seq.scheduled + count)
+        plan = self.step([*growing, *prompts][: len(ends)], ends, len(growing), lookahead)
+        for seq, new in zip(growing, tokens, strict=True):
+            seq.tokens += new
+        return plan
 
     def fork(self, seq: Seq) -> Seq:
         blocks = seq.blocks[: self.blocks_for(len(seq.tokens))]

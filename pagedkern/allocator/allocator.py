@@ -226,20 +226,10 @@ class BlockAllocator:
         With `max_tokens`, the step computes that many at most in all, first come first served: its `seqs` are the
         leading ones that get any. `InvalidArgument` for a sequence that has nothing left to compute. O(tokens).
         """
-        core = self._core
-        batch = core.own_all(seqs)
+        batch = self._core.own_all(seqs)
         budget = None if max_tokens is None else integer("max_tokens", max_tokens, 1)
-        ends: list[int] = []
-        for i, seq in enumerate(batch):
-            left = seq._length - seq._scheduled
-            if not left:
-                raise InvalidArgument(f"seqs[{i}]: sequence {seq.id} has no token left to compute")
-            if budget is not None:
-                left = min(left, budget)
-                budget -= left
-            if left:
-                ends.append(seq._scheduled + left)
-        return stepper.make_step(core, batch[: len(ends)], ends, growing=False)
+        ends = stepper.prompt_ends(batch, budget)
+        return stepper.make_step(self._core, batch[: len(ends)], ends, growing=0)
 
     @operation
     def append(
@@ -275,22 +265,37 @@ class BlockAllocator:
     def _append(
         self, seqs: Iterable[Sequence], tokens: Iterable[int | Tokens] | None, num_tokens: int, lookahead: int
     ) -> Step:
-        core = self._core
-        batch = core.own_all(seqs)
+        batch = self._core.own_all(seqs)
         ahead = integer("lookahead", lookahead, 0)
-        counts, ids = new_tokens(len(batch), tokens, num_tokens)
-        for i, seq in enumerate(batch):
-            if seq._scheduled != seq._length:
-                raise InvalidArgument(
-                    f"seqs[{i}]: {seq._length - seq._scheduled} tokens of sequence {seq.id} have not been computed, "
-                    f"prefill them first"
-                )
-        ends = []
-        for seq, count, new in zip(batch, counts, ids, strict=True):
-            ends.append(seq._length + count)
-            if new is not None and seq._root and len(seq._tokens) == seq._length:
-                seq._tokens.extend(new)
-        return stepper.make_step(core, batch, ends, lookahead=ahead, growing=True)
+        ends = stepper.grow(batch, *new_tokens(len(batch), tokens, num_tokens))
+        return stepper.make_step(self._core, batch, ends, len(batch), ahead)
+
+    @operation
+    def mixed(
+        self,
+        appending: Iterable[Sequence],
+        tokens: Iterable[int | Tokens] | None,
+        prefilling: Iterable[Sequence],
+        max_tokens: int | None = None,
+        *,
+        lookahead: int = 0,
+    ) -> Step:
+        """`append` and `prefill` in one step, as chunked prefill has it: first the rows that grow, then the prompts.
+
+        `max_tokens` bounds the tokens of the whole step; the prompts get what the others leave, first come first
+        served, and those that get none are left out. O(tokens + blocks begun).
+        """
+        core = self._core
+        growing, prompts = list(core.each(appending, "appending")), list(core.each(prefilling, "prefilling"))
+        batch = core.own_all(growing + prompts)
+        ahead = integer("lookahead", lookahead, 0)
+        counts, ids = new_tokens(len(growing), tokens, 1)
+        budget = None
+        if max_tokens is not None:
+            budget = integer("max_tokens", max_tokens, max(1, sum(counts))) - sum(counts)
+        ends = stepper.prompt_ends(batch[len(growing) :], budget, "prefilling")
+        ends = stepper.grow(batch[: len(growing)], counts, ids, "appending") + ends
+        return stepper.make_step(core, batch[: len(ends)], ends, len(growing), ahead)
 
     @operation
     def commit(self, plan: Plan) -> None:
@@ -332,8 +337,9 @@ class BlockAllocator:
         """A context: if an exception leaves it, everything done inside is undone, to the order in which blocks are
         evicted.
 
-        Sequences made inside are then freed, steps made inside are aborted. Transactions nest. Steps inside take the
-        general path, not the fast one. Entering is O(live sequences) if a batch was on the fast path.
+        Sequences made inside are then freed, steps made inside are aborted: carry none out before the end.
+        Transactions nest. Steps inside take the general path, not the fast one. Entering is O(live sequences) if a
+        batch was on the fast path.
         """
         with transaction(self):
             yield self

@@ -103,11 +103,15 @@ class Core:
                 cohort.stop()
             seq._sync()
 
+    def each(self, seqs: object, name: str) -> Iterable[object]:
+        """What is given as several sequences, if one can iterate over it."""
+        if isinstance(seqs, Sequence) or not isinstance(seqs, Iterable):
+            raise InvalidType(f"{name}: got {type(seqs).__name__}, a list of Sequence is accepted")
+        return seqs
+
     def own_all(self, seqs: object, state: State = State.LIVE) -> list[Sequence]:
         """`own` for each sequence of a batch, which must not name one twice."""
-        if isinstance(seqs, Sequence) or not hasattr(seqs, "__iter__"):
-            raise InvalidType(f"seqs: got {type(seqs).__name__}, a list of Sequence is accepted")
-        batch = [self.own(s, f"seqs[{i}]", state) for i, s in enumerate(seqs)]
+        batch = [self.own(s, f"seqs[{i}]", state) for i, s in enumerate(self.each(seqs, "seqs"))]
         if len(set(batch)) != len(batch):
             twice = next(s.id for i, s in enumerate(batch) if s in batch[:i])
             raise InvalidArgument(f"seqs: sequence {twice} is named twice")

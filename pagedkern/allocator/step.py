@@ -60,12 +60,13 @@ NO_COPIES = Copies(array("q"), array("q"))
 class Row:
     """What one step in flight does for one sequence: it computes tokens `start .. end-1`."""
 
-    __slots__ = ("base", "before", "cows", "end", "num_blocks", "rides", "seq", "start")
+    __slots__ = ("base", "before", "cows", "end", "num_blocks", "reach", "rides", "seq", "start")
 
     def __init__(self, seq: Sequence, start: int, end: int, base: int, num_blocks: int) -> None:
         self.seq = seq
         self.start = start
         self.end = end
+        self.reach = end  # blocks are to be there for so many tokens
         self.base = base  # the sequence's length if the step is aborted
         self.num_blocks = num_blocks  # its table's length then
         self.cows: list[tuple[int, int, int]] = []  # (index in the table, block before, block now)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.sequence import Sequence, State
-from pagedkern.allocator.step import Copies, Phase, Plan, Row, Step, append_slots, make_table
+from pagedkern.allocator.step import Copies, Phase, Plan, Row, Step, make_table
 from pagedkern.allocator.swap import unswap
 from pagedkern.errors import InvalidArgument
 
@@ -19,14 +19,18 @@ grow.
 """
 
 
-def make_step(core: Core, seqs: list[Sequence], ends: list[int], *, lookahead: int = 0, growing: bool) -> Step:
+def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, lookahead: int = 0) -> Step:
     """The step that computes, for each sequence, the tokens from where it has been scheduled to up to `ends`.
 
-    All sequences have been checked and are `own`ed. `growing`: the tokens are new (`append`), else they are the
-    prompt's. Blocks are taken first, all at once; if that fails nothing has changed. O(tokens + blocks touched).
+    All sequences have been checked and are `own`ed. The first `growing` ones grow by these tokens and by blocks for
+    `lookahead` more; for the others they are the prompt's. Blocks are taken first, all at once; if that fails nothing
+    has changed. O(tokens + blocks touched).
     """
     rows = [Row(s, s._scheduled, end, s._length, len(s._blocks)) for s, end in zip(seqs, ends, strict=True)]
-    replaced, rewritten, num_new = _plan(core, rows, lookahead)
+    if lookahead:
+        for row in rows[:growing]:
+            row.reach += lookahead
+    replaced, rewritten, num_new = _plan(core, rows)
     fresh = iter(core.pool.take(len(replaced) + num_new))
     step = Step(core.owner, core.next_plan(), seqs)
     step._rows = rows
@@ -42,7 +46,7 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], *, lookahead: i
         seq = row.seq
         if row.rides:
             continue
-        missing = -(-(row.end + lookahead) // size) - len(seq._blocks)
+        missing = -(-row.reach // size) - len(seq._blocks)
         if missing > 0:
             seq._blocks.extend([next(fresh) for _ in range(missing)])
             seq._dirty = True
@@ -52,15 +56,50 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], *, lookahead: i
             while seq._private > first and seq._blocks[seq._private - 1] not in core.pool.holds:
                 seq._private -= 1
         seq._scheduled = row.end
-        if growing:
+        if row.end > seq._length:
             seq._length = row.end
         seq._pending += (step,)
     core.launch(step)
-    _describe(core, step, growing)
+    _describe(core, step, growing > 0)
+    if growing == len(seqs) and step.max_seqlen_q == 1 and not core.in_transaction and core.table is not None:
+        Cohort.start(core, step, core.table)
     return step
 
 
-def _plan(core: Core, rows: list[Row], lookahead: int) -> tuple[list[tuple[Row, int, int]], list[int], int]:
+def prompt_ends(batch: list[Sequence], budget: int | None, name: str = "seqs") -> list[int]:
+    """Up to where the leading prompts are computed, at most `budget` tokens in all. Shorter than the batch if it runs
+    out.
+    """
+    ends: list[int] = []
+    for i, seq in enumerate(batch):
+        left = seq._length - seq._scheduled
+        if not left:
+            raise InvalidArgument(f"{name}[{i}]: sequence {seq.id} has no token left to compute")
+        if budget is not None:
+            left = min(left, budget)
+            budget -= left
+        if left:
+            ends.append(seq._scheduled + left)
+    return ends
+
+
+def grow(batch: list[Sequence], counts: list[int], ids: list[Iterable[int] | None], name: str = "seqs") -> list[int]:
+    """Note the ids of new tokens. Returns up to where each sequence is computed then."""
+    for i, seq in enumerate(batch):
+        if seq._scheduled != seq._length:
+            left = seq._length - seq._scheduled
+            raise InvalidArgument(
+                f"{name}[{i}]: {left} tokens of sequence {seq.id} are not computed, prefill them first"
+            )
+    ends = []
+    for seq, count, new in zip(batch, counts, ids, strict=True):
+        ends.append(seq._length + count)
+        if new is not None and seq._root and len(seq._tokens) == seq._length:
+            seq._tokens.extend(new)
+    return ends
+
+
+def _plan(core: Core, rows: list[Row]) -> tuple[list[tuple[Row, int, int]], list[int], int]:
     """What has to happen before the rows can be written, without changing anything.
 
     Returns the blocks to replace because somebody else needs them too, as (row, index in its table, leading tokens to
@@ -75,7 +114,7 @@ def _plan(core: Core, rows: list[Row], lookahead: int) -> tuple[list[tuple[Row, 
     num_new = 0
     for row in rows:
         seq, blocks = row.seq, row.seq._blocks
-        num_new += max(0, -(-(row.end + lookahead) // size) - len(blocks))
+        num_new += max(0, -(-row.reach // size) - len(blocks))
         start = max(row.start, seq._present)
         for index in range(start // size, min(-(-row.end // size), seq._private)):
             b, kept = blocks[index], max(0, start - index * size)
@@ -131,32 +170,27 @@ def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]],
         step.moves += (("copy", src, dst),)
 
 
-def _describe(core: Core, step: Step, growing: bool) -> None:
-    """Fill in the buffers of a step whose rows are done."""
+def _describe(core: Core, step: Step, compares: bool) -> None:
+    """Fill in the buffers of a step whose rows are done. `compares`: its table is one of those of `append`."""
     rows, size = [row for row in step._rows or () if not row.rides], core.block_size
     counts = [row.end - row.start for row in rows]
     step.seq_lens = array("i", [row.end for row in rows])
     step.cu_seqlens_q = array("i", accumulate(counts, initial=0))
     step.num_tokens = step.cu_seqlens_q[-1]
     step.max_seqlen_q = max(counts, default=0)
-    table, step.changed_rows, step.base = make_table(step.seqs, core.table if growing else None, HEADROOM * growing)
+    table, step.changed_rows, step.base = make_table(step.seqs, core.table if compares else None, HEADROOM * compares)
     table.step = step.id
     step.block_table = table.view
-    if growing:
+    if compares:
         core.undo.append((setattr, (core, "table", core.table)))
         core.table = table
-    sources = []
-    for row in rows:
-        first = max(row.start, row.seq._present) // size
-        sources.append((row.seq._blocks[first : -(-row.end // size)], size, row.start, row.end))
     if step.max_seqlen_q > 1:
-        step._slot_source = sources
+        spans = [(row, max(row.start, row.seq._present) // size) for row in rows]  # and the first block written
+        step._slot_source = [(r.seq._blocks[i : -(-r.end // size)], size, r.start, r.end) for r, i in spans]
         return
-    step._slots = array("q")
-    for source in sources:
-        append_slots(step._slots, *source)
-    if growing and not core.in_transaction:
-        Cohort.start(core, step, table)
+    lasts = [(row.seq, row.end - 1) for row in rows]
+    slots = [s._blocks[n // size] * size + n % size if n >= s._present else -1 for s, n in lasts]
+    step._slots = array("q", slots)
 
 
 def commit(core: Core, plan: Plan) -> None:
@@ -175,7 +209,8 @@ def commit(core: Core, plan: Plan) -> None:
         if seq._arriving:
             seq._arriving = core.awaits(seq)
         if seq._state is State.LIVE:
-            core.cache(seq)
+            if seq._computed // core.block_size > seq._registered:
+                core.cache(seq)
         elif row.before is not None and row.before[0] is State.LIVE:
             core.cache_on_host(seq)
     plan._phase = Phase.COMMITTED

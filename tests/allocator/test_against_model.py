@@ -83,7 +83,7 @@ WEIGHTS = {
 
 @LIMIT
 @pytest.mark.parametrize("part", range(10))
-def test_engine_runs_on(part: int) -> None:
+def test_fuzz_engine(part: int) -> None:
     actions = [name for name in ACTIONS for _ in range(WEIGHTS.get(name, 2))]
     done = 0
     for seed in count(FIRST_SEED + part * 1_000_000):

@@ -92,6 +92,28 @@ def test_several_tokens_at_once() -> None:
     assert list(step.slot_mapping) == [4 * first[0] + 3, 4 * first[1], 4 * first[1] + 1, 4 * second[1]]
 
 
+def test_decoding_and_prompts_in_one_step() -> None:
+    allocator = BlockAllocator(32, 4)
+    (decoding,) = batch(allocator, [5])
+    prompts = [allocator.create(6), allocator.create(7), allocator.create(3)]
+    step = allocator.mixed([decoding], [9], prompts, 9, lookahead=4)
+    assert list(step.seqs) == [decoding, prompts[0], prompts[1]], "for the third the budget is used up"
+    assert list(step.seq_lens) == [6, 6, 2]
+    assert list(step.cu_seqlens_q) == [0, 1, 7, 9]
+    assert (step.num_tokens, step.max_seqlen_q) == (9, 6)
+    assert [len(s.block_ids) for s in (decoding, *prompts)] == [3, 2, 2, 1], "the one that grows has blocks ahead"
+    a, b, c = (s.block_ids for s in step.seqs)
+    slots = [4 * a[1] + 1, *range(4 * b[0], 4 * b[0] + 4), 4 * b[1], 4 * b[1] + 1, 4 * c[0], 4 * c[0] + 1]
+    assert list(step.slot_mapping) == slots
+    allocator.commit(step)
+    assert [s.num_computed_tokens for s in (decoding, *prompts)] == [6, 6, 2, 0]
+    step = allocator.mixed([decoding], None, prompts[1:], 1)
+    assert list(step.seqs) == [decoding], "nothing is left for prompts"
+    allocator.abort(step)
+    assert (decoding.num_tokens, prompts[1].num_tokens) == (6, 7)
+    allocator.check()
+
+
 def copied(step: Step) -> tuple[list[object], ...]:
     return step.block_table.tolist(), list(step.seq_lens), list(step.slot_mapping), list(step.cu_seqlens_q)
 

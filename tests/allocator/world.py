@@ -191,6 +191,28 @@ class World:
         if done:
             self.launched(*done, self.batch_of(done[0]), growing=False)  # type: ignore[arg-type]
 
+    def mixed(self, a: int, b: int, c: int) -> None:
+        """Some sequences grow, some prompts are computed, in one step."""
+        growing = self.ready(a)
+        prompts = [
+            p for i, p in enumerate(p for p in self.live() if p.model.scheduled < len(p.model.tokens)) if b >> i & 1
+        ]
+        tokens = [[(c + i) % 3] * (1 + (c >> i) % 2) for i in range(len(growing))]
+        budget = sum(map(len, tokens)) + c % 9 if c & 1 else None
+        if budget == 0:
+            self.refused(InvalidArgument, lambda: self.real.mixed([], [], [p.real for p in prompts], 0))
+            return
+        done = self.attempt(
+            lambda: self.model.mixed(
+                [p.model for p in growing], [list(t) for t in tokens], [p.model for p in prompts], budget
+            ),
+            lambda: self.real.mixed([p.real for p in growing], tokens, [p.real for p in prompts], budget),
+        )
+        if done:
+            for pair, new in zip(growing, tokens, strict=True):
+                pair.tokens += new
+            self.launched(*done, self.batch_of(done[0]), growing=bool(growing))  # type: ignore[arg-type]
+
     def append(self, a: int, b: int, c: int) -> None:
         self._append(self.ready(a), [[(b + i) % 3] for i in range(len(self.pairs))])
 
@@ -528,6 +550,7 @@ ACTIONS = (
     "create",
     "create_count",
     "prefill",
+    "mixed",
     "append",
     "append_known",
     "append_again",
