@@ -225,6 +225,22 @@ def test_rows_can_be_repeated_and_selected(llama: Any) -> None:
     assert (found - expected).abs().max() < CLOSE
 
 
+def test_selected_rows_keep_their_padding(llama: Any) -> None:
+    """The mask that fits after rows have changed places is the old one with its rows in the new places."""
+    inputs = left_padded(prompts((9, 3, 6)))
+    order = torch.tensor([2, 0, 0, 1])
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    cache = paged(llama)
+    logits(llama, cache, ids, mask)
+    cache.reorder_cache(order)
+    new = torch.tensor([[7, 5], [8, 5], [9, 5], [10, 5]])
+    whole = torch.cat([mask[order], torch.tensor([[0, 1], [1, 1], [0, 1], [1, 1]])], 1)
+    found = logits(llama, cache, new, whole)
+    assert [seq.num_tokens for seq in cache.sequences] == [7, 11, 10, 5]
+    expected = logits(llama, eager(llama), torch.cat([ids[order], new], 1), whole)[:, -2:]
+    assert (found - expected)[whole[:, -2:].bool()].abs().max() < CLOSE
+
+
 def test_an_end_of_text_in_the_middle_of_a_batch(llama: Any) -> None:
     """`generate` feeds padding to a row that has ended; the others go on undisturbed."""
     inputs = left_padded(prompts((7, 5, 12)))
