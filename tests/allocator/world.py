@@ -456,7 +456,7 @@ class World:
             for row in step.changed_rows:
                 device[row] = table[row]
             assert device == table
-            self.tables = {step.id: table, **dict(list(self.tables.items())[:99])}
+            self.tables = {step.id: table, **self.tables}
         slots = []
         for pair, row, entries in zip(batch, rows, table, strict=True):
             for position in range(row.start, row.end):
