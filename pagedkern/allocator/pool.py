@@ -142,22 +142,35 @@ class BlockPool:
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Add one owner to each block. Idle blocks come back to life; the caller never retains blank ones."""
-        refs, holds, levels = self.refs, self.holds, self._level
-        done: list[int] = []
-        self._undo.append((self._unretain, (done,)))
+        refs, holds = self.refs, self.holds
+        blocks = list(blocks)
+        idle = [b for b in dict.fromkeys(blocks) if not refs[b] and b not in holds]
+        if idle:
+            self._revive(idle)
         for b in blocks:
-            if not refs[b] and b not in holds:
-                self._idle[levels.get(b, 0) if levels else 0].remove(b)
-                self.num_idle -= 1
             refs[b] += 1
-            done.append(b)
+        self._undo.append((self._unretain, (blocks,)))
 
     def _unretain(self, blocks: list[int]) -> None:
-        for b in reversed(blocks):
+        for b in blocks:
             self.refs[b] -= 1
-            if not self.refs[b] and b not in self.holds:
-                self._idle[self._level.get(b, 0)].unremove(b)
-                self.num_idle += 1
+
+    def _revive(self, blocks: list[int]) -> None:
+        """Take blocks out of the queues of idle ones."""
+        levels = self._level
+        queues: dict[int, list[int]] = {0: blocks}
+        if levels:
+            queues = {}
+            for b in blocks:
+                queues.setdefault(levels.get(b, 0), []).append(b)
+        for level, part in queues.items():
+            self._idle[level].remove(part)
+            self.num_idle -= len(part)
+            self._undo.append((self._unrevive, (level, part)))
+
+    def _unrevive(self, level: int, blocks: list[int]) -> None:
+        self._idle[level].unremove(blocks)
+        self.num_idle += len(blocks)
 
     def release(self, blocks: Sequence[int], level: int = 0) -> None:
         """Take one owner from each block, in the order of a table: entries of -1 are passed over.

@@ -35,9 +35,9 @@ def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, p
     free = pool.num_free - (pool.num_idle_of(hits) if hits else 0)
     if missing > free:
         raise OutOfBlocks(f"create: {missing} blocks needed beside {len(hits)} cached ones, {free} free")
+    if not core.undo:
+        pool.compact()
     if hits:
-        if not core.undo:  # reviving leaves entries behind
-            pool.compact()
         pool.retain(hits)
     fresh = pool.take(missing)
     if len(hits) == len(found):

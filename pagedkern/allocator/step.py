@@ -253,7 +253,7 @@ def make_table(
     `headroom`, a power of two, rounds the width up and marks the table as one that later tables are compared with.
     O(rows) when the batch keeps its size, plus O(blocks) for each row that changed.
     """
-    need = max((len(s._blocks) for s in seqs), default=0)
+    need = max([len(s._blocks) for s in seqs], default=0)
     if last is not None and seqs and len(last.seqs) == len(seqs) and need <= last.width:
         width, entries, base = last.width, last.entries[:], last.step
         changed = [i for i, (s, old) in enumerate(zip(seqs, last.seqs, strict=True)) if s is not old or s._dirty]
@@ -263,8 +263,10 @@ def make_table(
         changed = list(range(len(seqs)))
     for i in changed:
         blocks = seqs[i]._blocks
-        pad = width - len(blocks) if base is not None else 0
-        entries[i * width : i * width + len(blocks) + pad] = blocks + array("i", [-1]) * pad
+        if base is None:
+            entries[i * width : i * width + len(blocks)] = blocks
+        else:
+            entries[i * width : (i + 1) * width] = blocks + array("i", [-1]) * (width - len(blocks))
     if headroom:
         for i in changed:
             seqs[i]._dirty = False
