@@ -16,6 +16,7 @@ from collections import deque
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from pagedkern.allocator.prefix import Fill
 from pagedkern.allocator.step import Phase, Row, Step, Table, make_table
 from pagedkern.errors import InvalidArgument
 
@@ -141,10 +142,8 @@ class Cohort:
         core.in_flight[step.id] = step
         return step
 
-    def _record(self, ids: array[int]) -> list[tuple[Sequence, int, int, bytes]]:
-        """Keep the ids of a step. Returns (sequence, block, block before it or -1, its tokens) for each block now
-        full.
-        """
+    def _record(self, ids: array[int]) -> list[Fill]:
+        """Keep the ids of a step. Returns the blocks that are full now."""
         size, rows, log, number = self._core.block_size, len(self.seqs), self._log, self._issued
         log.extend(ids)
         start = len(log) - min(size, number) * rows
@@ -152,8 +151,10 @@ class Cohort:
         for row in self._calendar[number % size]:
             seq = self.seqs[row]
             tokens, blocks = seq._tokens, seq._blocks
-            tokens.extend(log[start + row :: rows])
-            fills.append((seq, blocks[-1], blocks[-2] if len(blocks) > 1 else -1, tokens[-size:].tobytes()))
+            new = log[start + row :: rows]
+            tokens.extend(new)
+            chunk = new if len(new) == size else tokens[-size:]
+            fills.append((seq._root, blocks[-2] if len(blocks) > 1 else -1, chunk.tobytes(), blocks[-1]))
         if len(log) >= 2 * size * rows:
             del log[: len(log) - size * rows]
         return fills
@@ -163,9 +164,8 @@ class Cohort:
         first = self._pending[0] if self._first._phase is Phase.COMMITTED else self._first
         if first is not step:
             raise InvalidArgument(f"plan: {step.id} comes after {first.id} for the same sequences, commit that first")
-        prefix = self._core.prefix
-        for seq, block, before, chunk in step._fills or ():
-            prefix.insert_one(prefix.node_of(before) if before >= 0 else seq._root, chunk, block)
+        if step._fills:
+            self._core.prefix.insert_each(step._fills)
         self._pending.popleft()
         self._committed += 1
         step._phase = Phase.COMMITTED

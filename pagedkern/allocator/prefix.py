@@ -5,12 +5,15 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from pagedkern.allocator.arguments import Salt
 from pagedkern.allocator.observe import EventLog
 from pagedkern.allocator.run import Key, Run
 from pagedkern.allocator.undo import UndoLog
+
+Fill: TypeAlias = tuple[int, int, bytes, int]
+"""A block that is full: (node of the empty prefix, block before it or -1, its packed tokens, the block)."""
 
 
 class Nodes:
@@ -207,6 +210,29 @@ class PrefixIndex:
         self._undo.append((self._uninsert, (block, before)))
         if self.events is not None:
             self._tell(self.events.stored, [block])
+
+    def insert_each(self, fills: list[Fill]) -> None:
+        """`insert_one` of blocks of different sequences. O(blocks)."""
+        if self.events is not None or self.peer is not None:
+            for root, before, chunk, block in fills:
+                self.insert_one(self.node_of(before) if before >= 0 else root, chunk, block)
+            return
+        keys, nodes, by_key, number = self.keys, self._nodes, self._by_key, self._number
+        for root, before, chunk, block in fills:
+            if before < 0:
+                parent = root
+            else:
+                parent = nodes[before] if type(keys[before]) is not Run else self.node_of(before)
+            key = (parent, chunk)
+            if key in by_key or keys[block] is not None:
+                self.insert_one(parent, chunk, block)
+                continue
+            self._undo.append((self._uninsert, (block, nodes[block])))
+            keys[block] = key
+            by_key[key] = block
+            nodes[block] = number.next
+            number.next += 1
+            self._num_cached += 1
 
     def _uninsert(self, block: int, node: int) -> None:
         self._forget(block)

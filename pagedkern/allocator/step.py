@@ -14,6 +14,7 @@ from pagedkern.allocator.sequence import Sequence, State
 
 if TYPE_CHECKING:
     from pagedkern.allocator.cohort import Cohort
+    from pagedkern.allocator.prefix import Fill
 
 Move: TypeAlias = "tuple[str, array[int], array[int]]"
 """(kind, src, dst): kind "copy", "swap_out" (device to host) or "swap_in"; src and dst are int64 block ids."""
@@ -178,7 +179,7 @@ class Step(Plan):
         self._arrivals = []
         self._rows = None
         self._cohort: Cohort | None = None
-        self._fills: list[tuple[Sequence, int, int, bytes]] | None = None
+        self._fills: list[Fill] | None = None
         self._slots: array[int] | None = None
         self._slot_source: list[tuple[array[int], int, int, int]] | None = None
         self.id = ident
