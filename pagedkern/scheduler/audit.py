@@ -1,0 +1,55 @@
+"""`check()`: every invariant of the scheduler, looked at in full."""
+
+from __future__ import annotations
+
+from pagedkern.errors import AuditError
+from pagedkern.scheduler.request import Request, Stage
+from pagedkern.scheduler.state import State
+
+
+def check(state: State) -> None:
+    """Raise `AuditError` with the first invariant found broken. O(requests + blocks + tokens)."""
+    state.allocator.check()
+    _expect(not state.journal, f"{len(state.journal)} entries left in the journal")
+    queues = (
+        (state.running, (Stage.RUNNING,)),
+        (state.preempted, (Stage.SWAPPED, Stage.DROPPED)),
+        (state.waiting, (Stage.WAITING,)),
+    )
+    arrivals = [request.id for queue, _ in queues for request in queue]
+    _expect(arrivals == sorted(set(arrivals)), f"queues: {arrivals} is not the order of arrival, each request once")
+    for queue, stages in queues:
+        for request in queue:
+            _expect(request._stage in stages, f"{request}: in the wrong queue")
+            _check_request(state, request)
+    _expect(state.num_seqs <= state.max_num_seqs, f"{state.num_seqs} sequences run, {state.max_num_seqs} may")
+    plans = state.batch.plans if state.batch is not None else ()
+    _expect(all(plan.state == "in flight" for plan in plans), "the batch in flight has a plan that is not")
+
+
+def _check_request(state: State, request: Request) -> None:
+    prompt, unfinished = len(request.prompt), request._unfinished
+    _expect(bool(unfinished), f"{request}: not ended, though all samples are")
+    holds = [sample for sample in request.samples if sample.seq is not None]
+    if request._stage is Stage.WAITING or request._stage is Stage.DROPPED:
+        _expect(not holds, f"{request}: has sequences")
+        return
+    _expect(holds == (unfinished[:1] if request._prefilling else unfinished), f"{request}: has sequences of {holds}")
+    rows = {row.sample: row for row in state.batch.rows} if state.batch is not None else {}
+    place = "swapped out" if request._stage is Stage.SWAPPED else "live"
+    for sample in holds:
+        seq = sample.seq
+        assert seq is not None
+        _expect(seq.state == place, f"{sample}: its sequence is {seq.state}")
+        _expect(len(sample.tokens) < request.max_tokens, f"{sample}: goes on after max_tokens")
+        _expect(seq.num_computed_tokens == sample._computed, f"{sample}: {seq} should have {sample._computed} computed")
+        grown = rows[sample].end if sample in rows else sample._computed
+        length = sample._known if request._prefilling else grown
+        _expect(seq.num_tokens == length, f"{sample}: {seq} should have {length} tokens")
+        least = 0 if request._prefilling else prompt
+        _expect(least <= sample._computed < sample._known, f"{sample}: {sample._computed} computed of {sample._known}")
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise AuditError(message)

@@ -1,0 +1,112 @@
+"""What callers hold: a request and its samples."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagedkern.allocator import Sequence
+    from pagedkern.allocator.arguments import Salt
+
+
+class Stage(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"  # has never run
+    RUNNING = "running"
+    SWAPPED = "swapped out"  # preempted; its blocks are in host memory
+    DROPPED = "preempted"  # its blocks are given up, to be computed again
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+
+
+class Sample:
+    """One completion of a request's prompt. All attributes are read-only."""
+
+    __slots__ = ("_computed", "_reached", "finish_reason", "index", "request", "seq", "tokens")
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index  # 0 .. n-1
+        self.tokens: list[int] = []  # ids of the new tokens, the one that ended it included
+        self.finish_reason: str | None = None  # "stop" (an eos token, or `stopped`), "length" (max_tokens)
+        self.seq: Sequence | None = None  # of the allocator; None before it runs, while preempted, after its end
+        self._computed = 0  # tokens of `seq` whose K and V are in the cache
+        self._reached = 0  # the most that were, before and after preemptions
+
+    def _text(self, start: int, end: int) -> array[int]:
+        """The ids at positions `start .. end-1` of prompt and completion. O(end - start)."""
+        prompt = self.request.prompt
+        ids = prompt[start:end]
+        if end > len(prompt):
+            ids.extend(self.tokens[max(0, start - len(prompt)) : end - len(prompt)])
+        return ids
+
+    @property
+    def _known(self) -> int:
+        """Tokens of prompt and completion, computed or not."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sample {self.index} of request {self.request.id}: {len(self.tokens)} new tokens, {self.finish_reason}>"
+        )
+
+
+class Request:
+    """A prompt to complete. Made by `Scheduler.add`; all attributes are read-only."""
+
+    __slots__ = (
+        "_prefilling",
+        "_stage",
+        "eos",
+        "id",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_preemptions",
+        "priority",
+        "prompt",
+        "salt",
+        "samples",
+    )
+
+    def __init__(
+        self,
+        ident: int,
+        prompt: array[int],
+        max_tokens: int,
+        n: int,
+        eos: frozenset[int],
+        salt: Salt,
+        priority: int,
+    ) -> None:
+        self.id = ident  # 1, 2, ... in the order of arrival
+        self.prompt = prompt  # int64
+        self.max_tokens = max_tokens  # of each sample
+        self.eos = eos
+        self.salt = salt
+        self.priority = priority  # of its cached blocks, as in `BlockAllocator.create`
+        self.samples = tuple(Sample(self, i) for i in range(n))
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
+        self.num_preemptions = 0
+        self._stage = Stage.WAITING
+        self._prefilling = False  # the first unfinished sample has a sequence that is not computed to its end
+
+    @property
+    def state(self) -> str:
+        """ "waiting", "running", "swapped out", "preempted" (to be recomputed), "finished" or "cancelled"."""
+        return self._stage.value
+
+    @property
+    def ended(self) -> bool:
+        """Finished or cancelled."""
+        return self._stage is Stage.FINISHED or self._stage is Stage.CANCELLED
+
+    @property
+    def _unfinished(self) -> list[Sample]:
+        return [sample for sample in self.samples if sample.finish_reason is None]
+
+    def __repr__(self) -> str:
+        return f"<Request {self.id} {self.state}: {len(self.prompt)} prompt tokens, {len(self.samples)} samples>"

@@ -1,0 +1,252 @@
+"""`Scheduler`: first come first served continuous batching."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from pagedkern.allocator import BlockAllocator, Verdict
+from pagedkern.allocator.arguments import Salt, Tokens, integer, tenant, token_ids
+from pagedkern.errors import InvalidArgument, InvalidType
+from pagedkern.scheduler import audit, outcome, planner
+from pagedkern.scheduler.batch import Batch
+from pagedkern.scheduler.costs import Costs
+from pagedkern.scheduler.request import Request, Sample
+from pagedkern.scheduler.state import State
+
+POLICIES = ("swap", "recompute", "auto")
+
+
+class Scheduler:
+    """First come first served continuous batching with a token budget, chunked prefill and preemption.
+
+    An engine's loop::
+
+        scheduler.add(prompt, max_tokens=256, eos=2)
+        while scheduler.has_work:
+            batch = scheduler.schedule()
+            cache.apply(batch)                         # swaps and copies, in order
+            logits = model(batch.token_ids, ...)       # K, V to batch.slot_mapping; attention over batch.block_table
+            tokens = sample(logits[batch.logits_rows])
+            for sample in scheduler.complete(batch, tokens):
+                ...                                    # sample.tokens, sample.finish_reason
+
+    **Who runs.** Every batch computes one token for each sample that decodes, and fills the rest of the token budget
+    with prompts, in chunks if need be, all in the order of arrival. A waiting request is admitted when the allocator
+    says `OK`, its watermark kept; nobody overtakes. First tokens therefore come in the order of arrival.
+
+    **Who makes room.** When blocks are lacking, the request that arrived last is preempted, by swapping its blocks to
+    the host or by giving them up and computing them again. It is resumed before anybody is admitted. Swaps never hold
+    up the kernels: blocks on their way to the host are used from the next batch on, and a request that comes back
+    decodes from the next batch on.
+
+    **Everybody finishes.** `add` refuses what could not finish alone in the whole pool. So the first that runs can
+    always go on once the others are preempted, and everything else follows by induction. This holds as long as nobody
+    else's sequences keep the blocks: then `schedule` raises `OutOfBlocks` instead of going round for ever.
+
+    **All or nothing.** A call that raises changes nothing, here or in the allocator. One batch is in flight at a time.
+    The scheduler is deterministic, belongs to the thread of its allocator, and moves no memory.
+
+    Args:
+        allocator: may be used beside the scheduler (`pin` a system prompt, say), but its sequences are not to be
+            touched.
+        token_budget: most tokens that a batch computes.
+        max_num_seqs: most sequences that run at a time, a request of n samples counting n.
+        policy: "swap" (recomputes where the host has no room), "recompute", or "auto": the cheaper by `costs`.
+        costs: what "auto" reckons with.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        token_budget: int = 2048,
+        max_num_seqs: int = 256,
+        policy: str = "auto",
+        costs: Costs | None = None,
+    ) -> None:
+        if not isinstance(allocator, BlockAllocator):
+            raise InvalidType(f"allocator: got {type(allocator).__name__}, a BlockAllocator is accepted")
+        if policy not in POLICIES:
+            raise InvalidArgument(f"policy: got {policy!r}, accepted is one of {', '.join(map(repr, POLICIES))}")
+        if costs is not None and not isinstance(costs, Costs):
+            raise InvalidType(f"costs: got {type(costs).__name__}, a Costs is accepted")
+        self._state = State(
+            allocator,
+            integer("token_budget", token_budget, 1),
+            integer("max_num_seqs", max_num_seqs, 1),
+            policy,
+            costs if costs is not None else Costs(),
+        )
+
+    # Requests.
+
+    def can_add(self, num_tokens: int, *, max_tokens: int, n: int = 1) -> Verdict:
+        """Whether a request with a prompt of so many tokens could run: `NEVER` if `add` would refuse it, `OK` if the
+        next batch would take it up (what the prefix cache has is not counted), else `LATER`. O(1).
+        """
+        prompt, last = integer("num_tokens", num_tokens, 1), integer("max_tokens", max_tokens, 1)
+        count, state = integer("n", n, 1), self._state
+        allocator = state.allocator
+        verdict = allocator.can_allocate(prompt)
+        if self._most_blocks(prompt, last, count) > allocator.num_blocks or count > state.max_num_seqs:
+            return Verdict.NEVER
+        if verdict is Verdict.OK and (state.waiting or state.preempted or state.num_seqs + count > state.max_num_seqs):
+            return Verdict.LATER
+        return verdict
+
+    def add(
+        self,
+        prompt: Tokens,
+        *,
+        max_tokens: int,
+        n: int = 1,
+        eos: int | Iterable[int] = (),
+        salt: Salt = None,
+        priority: int = 0,
+    ) -> Request:
+        """A new request at the end of the queue.
+
+        Args:
+            prompt: token ids, at least one.
+            max_tokens: new tokens, for each sample, at the most.
+            n: samples of the prompt, which is computed once for all of them.
+            eos: tokens that end a sample.
+            salt, priority: as in `BlockAllocator.create`.
+
+        Raises `InvalidArgument` for what can never run, when `can_add` gives `NEVER`: the pool has fewer blocks than it
+        could need, alone and to its end, or fewer than its prompt and the watermark. O(tokens).
+        """
+        ids = token_ids("prompt", prompt)
+        if not ids:
+            raise InvalidArgument("prompt: got no token, at least one is accepted")
+        state = self._state
+        last, count = integer("max_tokens", max_tokens, 1), integer("n", n, 1)
+        ends = frozenset(token_ids("eos", eos if isinstance(eos, Iterable) else [eos]))
+        if count > state.max_num_seqs:
+            raise InvalidArgument(f"n: got {count}, accepted is at most max_num_seqs, {state.max_num_seqs}")
+        if self.can_add(len(ids), max_tokens=last, n=count) is Verdict.NEVER:
+            raise InvalidArgument(
+                f"prompt: {len(ids)} tokens and max_tokens={last} for n={count} need up to "
+                f"{self._most_blocks(len(ids), last, count)} blocks, the pool has {state.allocator.num_blocks}, from "
+                f"which the prompt must leave the watermark free: it can never run"
+            )
+        level, owner = integer("priority", priority, 0, 3), tenant(salt)
+        request = Request(state.num_requests + 1, ids, last, count, ends, owner, level)
+        state.num_requests += 1
+        state.waiting.append(request)
+        state.counts["requests_added"] += 1
+        return request
+
+    def cancel(self, request: Request) -> bool:
+        """End a request now, wherever it is, also while a batch computes it: its rows then go on, and what they give is
+        passed over; its blocks are handed out again after `complete`. False if it had ended before. O(its blocks).
+        """
+        if not isinstance(request, Request):
+            raise InvalidType(f"request: got {type(request).__name__}, a Request is accepted")
+        if request.ended:
+            return False
+        state = self._state
+        if not any(request in queue for queue in (state.running, state.preempted, state.waiting)):
+            raise InvalidArgument(f"request: {request.id} was made by another scheduler")
+        outcome.cancel(state, request)
+        return True
+
+    # Batches.
+
+    def schedule(self) -> Batch:
+        """The next batch. To be followed by `complete`, or by `abort` if it could not run.
+
+        Without a request it is empty. `InvalidArgument` while another batch is in flight. O(samples that run), plus
+        O(tokens) for what is admitted and O(blocks) for what is preempted.
+        """
+        state = self._state
+        if state.batch is not None:
+            raise InvalidArgument(f"schedule: batch {state.batch.id} is in flight, complete or abort it first")
+        ident = state.num_batches + 1
+        batch = planner.plain(state, ident)
+        if batch is None:
+            with state.atomic():
+                batch = planner.general(state, ident)
+        state.num_batches, state.batch = ident, batch
+        return batch
+
+    def complete(self, batch: Batch, tokens: Iterable[int], *, stopped: Collection[int] = ()) -> list[Sample]:
+        """The batch has run: its tokens count as computed, its outputs get their next tokens.
+
+        Args:
+            batch: the one in flight.
+            tokens: one id for each of `batch.outputs`.
+            stopped: indices into `batch.outputs` of samples that end with this token for a reason of the engine's own,
+                a stop string for example.
+
+        Returns the samples that have ended, those of cancelled requests left out. Their blocks are free.
+        """
+        self._flying(batch)
+        ids = token_ids("tokens", tokens)
+        if len(ids) != len(batch.outputs):
+            raise InvalidArgument(
+                f"tokens: got {len(ids)} ids, {len(batch.outputs)}, one for each output, are accepted"
+            )
+        stops = {integer("stopped", i, 0, len(ids) - 1) for i in stopped}
+        return outcome.complete(self._state, batch, ids.tolist(), stops)
+
+    def abort(self, batch: Batch) -> None:
+        """The batch has not run: what it was going to do is undone, as if it had not been made; but requests whose
+        blocks it gave up stay preempted. O(blocks).
+        """
+        self._flying(batch)
+        with self._state.atomic():
+            outcome.abort(self._state, batch)
+
+    # Observing.
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        state = self._state
+        return bool(state.running or state.preempted or state.waiting)
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """The allocator of the blocks."""
+        return self._state.allocator
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that run, in the order of arrival."""
+        return list(self._state.running)
+
+    @property
+    def preempted(self) -> list[Request]:
+        """Requests that ran and have to wait, in the order of arrival."""
+        return list(self._state.preempted)
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that have not run, in the order of arrival."""
+        return list(self._state.waiting)
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counts of what has been done. `tokens_recomputed`: tokens scheduled again after preemptions."""
+        return dict(self._state.counts)
+
+    def check(self) -> None:
+        """Audit every invariant, the allocator's too. Raises `AuditError` with what is wrong. O(blocks + tokens)."""
+        audit.check(self._state)
+
+    def _flying(self, batch: object) -> None:
+        if not isinstance(batch, Batch):
+            raise InvalidType(f"batch: got {type(batch).__name__}, a Batch is accepted")
+        if batch is not self._state.batch:
+            raise InvalidArgument(f"batch: {batch.id} is not in flight in this scheduler")
+
+    def _most_blocks(self, prompt: int, max_tokens: int, n: int) -> int:
+        """Blocks that a request can need. The last token is sampled, but never written."""
+        return self._state.blocks_of(prompt, [prompt + max_tokens - 1] * n)
+
+    def __repr__(self) -> str:
+        state = self._state
+        return (
+            f"<Scheduler: {len(state.running)} running, {len(state.preempted)} preempted, {len(state.waiting)} waiting>"
+        )
