@@ -14,9 +14,7 @@ from pagedkern.allocator.swap import unswap
 from pagedkern.errors import InvalidArgument
 
 HEADROOM = 8
-"""The table of a decode batch is this many columns wide, or a multiple: wider than it needs to be, so that it can
-grow.
-"""
+"""The table of a batch that grows is a multiple of this many columns wide, with room to grow."""
 
 
 def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, lookahead: int = 0) -> Step:
@@ -32,7 +30,7 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
             row.reach += lookahead
     replaced, rewritten, num_new = _plan(core, rows)
     fresh = iter(core.pool.take(len(replaced) + num_new))
-    step = Step(core.owner, core.next_plan(), seqs)
+    step = Step(core.owner, core.next_plan(), tuple(seqs))
     step._rows = rows
 
     if core.pool.incoming:
@@ -67,9 +65,7 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
 
 
 def prompt_ends(batch: list[Sequence], budget: int | None, name: str = "seqs") -> list[int]:
-    """Up to where the leading prompts are computed, at most `budget` tokens in all. Shorter than the batch if it runs
-    out.
-    """
+    """Up to where prompts are computed, at most `budget` tokens in all: those that get none are left out."""
     ends: list[int] = []
     for i, seq in enumerate(batch):
         left = seq._length - seq._scheduled
@@ -106,9 +102,8 @@ def _plan(core: Core, rows: list[Row]) -> tuple[list[tuple[Row, int, int]], list
     copy); the cached blocks that their only owner is going to overwrite; and how many blocks the tables grow by.
     """
     pool, size, keys = core.pool, core.block_size, core.prefix.keys
-    given_up: dict[
-        int, list[int]
-    ] = {}  # by this very step, for each owner that leaves: tokens that it had in the block
+    # By this very step: for each owner that a block loses, how many tokens it had in the block.
+    given_up: dict[int, list[int]] = {}
     replaced: list[tuple[Row, int, int]] = []
     rewritten: list[int] = []
     num_new = 0

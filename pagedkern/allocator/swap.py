@@ -24,8 +24,7 @@ def swap_out(core: Core, seqs: list[Sequence]) -> Plan:
         plan._arrivals += [pair for pair in arrivals if pair not in plan._arrivals]
         _change_place(core, plan, seq, array("i", [places.get(b, -1) for b in table]), State.SWAPPED)
         seq._arriving = False
-        # The last token of a prompt that was cached whole may be in a block that stays behind: it is to be written
-        # then.
+        # The last token of a prompt that was cached whole is to be written then: its block may stay behind.
         seq._present = min(seq._present, seq._scheduled)
         seq._registered = min(seq._registered, seq._scheduled // core.block_size)
     for b, h in places.items():
