@@ -87,7 +87,9 @@ def show(console: Any, title: str, prompts: list[str], result: Any) -> None:
     table.add_row("speed", f"{result.tokens_per_second:.1f} tokens/s", f"{decode:.1f} without the prompts")
     table.add_row("prompts", f"{result.prompt_tokens} tokens", f"computed once, in {result.prefill_seconds:.2f} s")
     table.add_row("blocks used", f"{result.blocks_used}", f"at most at one time, of {result.block_size} tokens each")
-    table.add_row("blocks shared", f"{result.blocks_shared}", f"by several samples, {result.blocks_saved} blocks saved")
+    if len(result.completions[0]) > 1:
+        saved = f"by several samples, {result.blocks_saved} blocks saved"
+        table.add_row("blocks shared", f"{result.blocks_shared}", saved)
     table.add_row("paged cache", _mib(result.bytes_used), f"{share:.0%} of the contiguous reservation")
     table.add_row("contiguous", _mib(result.bytes_contiguous), "longest prompt + new tokens, for each sample")
     console.print(table)
@@ -129,6 +131,8 @@ def run(model: Any, tokenizer: Any, options: argparse.Namespace, console: Any) -
             **how,
         )
 
+    with console.status("Warming up"):  # a backend may compile its kernels on first use
+        generate(model, [[1, 2]], max_new_tokens=2, block_size=options.block_size, backend=options.backend)
     prompts = options.prompt or list(PROMPTS)
     show(console, f"{len(prompts)} prompts, one batch, greedy", prompts, write(prompts))
     prompt = options.prompt[-1] if options.prompt else SAMPLED

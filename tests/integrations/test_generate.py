@@ -299,7 +299,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
 
     logits = torch.full((1, VOCABULARY), -torch.inf)
     logits[0, 7] = logits[0, 50] = 0.0
-    for draw, token in ((0.0, 7), (0.499, 7), (0.501, 50), (1 - 2**-53, 50)):
+    for draw, token in ((0.0, 7), (0.499, 7), (0.5, 50), (1 - 2**-53, 50)):
         assert Sampling(1.0).choose(logits, [Edge(draw)]) == [token]
 
 

@@ -15,7 +15,11 @@ from transformers import (
     LlamaConfig,
     T5Config,
 )
-from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from pagedkern.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, Unsupported
 from pagedkern.integrations.transformers import NAME, PagedCache
@@ -267,7 +271,7 @@ def test_layers_that_share_keys(model: Any) -> None:
 
 def test_masks_of_other_kinds() -> None:
     """Through transformers' own functions: a mask of the model's own, chunks, and a window that attention ignores."""
-    config = LlamaConfig(attention_chunk_size=4, num_hidden_layers=1)
+    config = LlamaConfig(attention_chunk_size=4, sliding_window=3, num_hidden_layers=1)
     config._attn_implementation = NAME
     common = {"config": config, "attention_mask": None, "position_ids": None, **passing(None)}
     accepted = inspect.signature(create_causal_mask).parameters
@@ -276,6 +280,9 @@ def test_masks_of_other_kinds() -> None:
         common["cache_position"] = torch.arange(6)
     with pytest.raises(Unsupported, match=r"attention mask: the model adds its own pattern"):
         create_causal_mask(**common, or_mask_function=lambda b, h, q, k: k >= 0)
+    with pytest.raises(Unsupported, match=r"attention mask: the model adds its own pattern"):
+        create_sliding_window_causal_mask(**common, or_mask_function=lambda b, h, q, k: k >= 0)
+    assert create_sliding_window_causal_mask(**common).window == 3
     plain = create_causal_mask(**common)
     assert (plain.visible, plain.window) == (None, None)
     chunked = create_chunked_causal_mask(**common)
