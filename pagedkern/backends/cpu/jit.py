@@ -87,7 +87,7 @@ class TargetKey(NamedTuple):
     kv_dtype: str  # dtype of the cache, a key of `base.ITEMSIZE`
     lanes: int  # float32 lanes of one vector
     half: bool  # the processor converts float16 itself
-    dot: bool  # the processor multiplies pairs of bfloat16 (AVX512-BF16)
+    dot: bool  # q and the cache are bfloat16, and the processor multiplies pairs of them (AVX512-BF16)
 
 
 class Target(types.Type):
@@ -132,8 +132,8 @@ ISAS = ("native", "avx2", "portable")
 
 
 @cache
-def target(kv_dtype: str, isa: str = "native") -> TargetValue:
-    """The target for a cache dtype.
+def target(kv_dtype: str, isa: str = "native", q_dtype: str = "float32") -> TargetValue:
+    """The target for a cache dtype and a query dtype.
 
     isa: "native" is the best of this processor; the others emit what a lesser one would get: "avx2" vectors of 32
     bytes, "portable" of 16 and no conversion instructions.
@@ -146,7 +146,8 @@ def target(kv_dtype: str, isa: str = "native") -> TargetValue:
     wide = {"avx512bw", "avx512vl"} <= features
     lanes = 16 if wide else 8 if "avx2" in features else 4
     arm = platform.machine().lower() in ("aarch64", "arm64")
-    return TargetValue(TargetKey(kv_dtype, lanes, "f16c" in features or arm, wide and "avx512bf16" in features))
+    dot = wide and "avx512bf16" in features and kv_dtype == q_dtype == "bfloat16"
+    return TargetValue(TargetKey(kv_dtype, lanes, "f16c" in features or arm, dot))
 
 
 def record(kind: type) -> Any:

@@ -46,6 +46,7 @@ from pagedkern.backends.cpu.plan import (
 )
 
 S_ROW = 4 * TILE  # bytes of one row of scores
+P_ROW = 2 * TILE  # bytes of one row of weights as bfloat16
 NAMES = 16 * TILE  # bytes of the addresses of one tile
 HEAD = 64  # bytes before O in a row of partial results: maximum and sum
 NOTHING = float("-inf")
@@ -64,11 +65,13 @@ class Work(NamedTuple):
     chunk: int  # elements of one chunk of a cache row
     lanes: int  # elements of one vector
     item: int  # bytes of one element of a cache
+    pairs: int  # whether pairs of bfloat16 are multiplied: `TargetKey.dot`
     q_row: int  # bytes of a row of Q, whole chunks
     o_row: int  # bytes of a row of O, whole chunks
     lines: int  # cache lines of a cache row
     at_o: int  # float32 [rows, padded E]
     at_s: int  # float32 [rows, TILE]
+    at_p: int  # bfloat16 [rows, TILE]: weights
     at_m: int  # float32 [rows]: running maximum
     at_l: int  # float32 [rows]: running sum
     at_alpha: int  # float32 [rows]: factor for what was summed before this tile
@@ -83,76 +86,113 @@ def attend(c: Args, w: Work, target: TargetValue) -> None:
     """Draw items until none is left. Run by every thread of the call at once."""
     own = w.scratch + w.scratch_size * fetch_add(w.counters + C_WORKERS, 1)
     clear(own + w.at_zero, w.at_pack - w.at_zero)
-    while True:
-        n = fetch_add(w.counters + C_NEXT, 1)
-        if n >= w.n_items or get_i64(w.counters + C_BAD):
-            return
-        item = w.items + n * ITEM_SIZE
-        group = w.groups + get_i64(item + I_GROUP) * GROUP_SIZE
-        if not _span(c, w, group, get_i64(item + I_SPAN), own, target):
-            put_i64(w.counters + C_BAD, 1)
-            return
+    names, ahead = own + w.at_names, own + w.at_names + NAMES
+    item = _draw(w)
+    good = _name_first_tile(c, w, item, names, own)
+    for t in range(0, TILE, 4):
+        prefetch_rows(4, names + 8 * t, w.lines)
+    while item and good and not get_i64(w.counters + C_BAD):
+        group, following = w.groups + get_i64(item + I_GROUP) * GROUP_SIZE, _draw(w)
+        tiles = _span(c, w, item, following, names, ahead, own, target)
+        good = tiles >= 0
+        if tiles % 2:
+            names, ahead = ahead, names
         spans = get_i64(group + G_SPANS)
         if spans > 1:
             _save(c, w, group, get_i64(item + I_INDEX), own)
-            if fetch_add(group + G_DONE, 1) < spans - 1:
-                continue
-            _merge(c, w, group, own, target)
-        _finish(c, w, group, own, target)
+        if good and (spans == 1 or fetch_add(group + G_DONE, 1) == spans - 1):
+            if spans > 1:
+                _merge(c, w, group, own, target)
+            _finish(c, w, group, own, target)
+        item = following
+    if not good:
+        put_i64(w.counters + C_BAD, 1)
 
 
 @inlined
-def _span(c: Args, w: Work, group: int, span: int, own: int, target: TargetValue) -> bool:
-    """Fill O, maximum and sum of a group's rows from one span of keys (-1: from all); False at a wrong block id."""
-    per_kv = c.heads // c.kv_heads
-    count, position, length = get_i64(group + G_COUNT), get_i64(group + G_POSITION), get_i64(group + G_LENGTH)
-    rows = count * per_kv
+def _draw(w: Work) -> int:
+    """The record of the next item of work, 0 if there is none left."""
+    n = fetch_add(w.counters + C_NEXT, 1)
+    return w.items + n * ITEM_SIZE if n < w.n_items else 0
+
+
+@inlined
+def _range(c: Args, group: int, span: int) -> tuple[int, int]:
+    """The tokens that rows of a group see, from the first to behind the last, within one span (-1: all)."""
+    position = get_i64(group + G_POSITION)
+    lo = seen_from(c, position)
+    hi = seen_to(c, position + get_i64(group + G_COUNT) - 1, get_i64(group + G_LENGTH))
+    return (max(lo, span * c.span), min(hi, (span + 1) * c.span)) if span >= 0 else (lo, hi)
+
+
+@inlined
+def _name_first_tile(c: Args, w: Work, item: int, names: int, own: int) -> bool:
+    """`_name_tokens` for the first tile of an item, zeros if there is none."""
+    if item == 0:
+        _name_zeros(w, names, names + 8 * TILE, 0, TILE, own)
+        return True
+    group = w.groups + get_i64(item + I_GROUP) * GROUP_SIZE
+    lo, hi = _range(c, group, get_i64(item + I_SPAN))
+    return _name_tokens(c, w, group, lo // TILE * TILE, lo, max(lo, hi), names, own)
+
+
+@inlined
+def _span(c: Args, w: Work, item: int, following: int, names: int, ahead: int, own: int, target: TargetValue) -> int:
+    """Fill O, maximum and sum of a group's rows from one span of keys; returns the tiles taken, -1 at a wrong block id.
+
+    `names` holds those of the item's first tile. They change places with `ahead` after each tile; in the end the first
+    tile of the following item is named, and on its way.
+    """
+    group = w.groups + get_i64(item + I_GROUP) * GROUP_SIZE
+    rows = get_i64(group + G_COUNT) * (c.heads // c.kv_heads)
     clear(own + w.at_o, rows * w.o_row)
     for r in range(rows):
         put_f32(own + w.at_m + 4 * r, NOTHING)
         put_f32(own + w.at_l + 4 * r, 0.0)
-    lo, hi = seen_from(c, position), seen_to(c, position + count - 1, length)
-    if span >= 0:
-        lo, hi = max(lo, span * c.span), min(hi, (span + 1) * c.span)
+    lo, hi = _range(c, group, get_i64(item + I_SPAN))
     if hi <= lo:
-        return True
+        return 0 if _name_first_tile(c, w, following, names, own) else -1
     _load_queries(c, w, group, own, target)
-    names, ahead = own + w.at_names, own + w.at_names + NAMES
-    start = lo // TILE * TILE
-    if not _name_tokens(c, w, group, start, lo, hi, names, own):
-        return False
-    for t in range(0, TILE, 4):
-        prefetch_rows(4, names + 8 * t, w.lines)
-    for j in range(start, hi, TILE):
-        if not _name_tokens(c, w, group, j + TILE, j + TILE, hi, ahead, own):
-            return False
+    tiles = 0
+    for j in range(lo // TILE * TILE, hi, TILE):
+        if j + TILE < hi:
+            good = _name_tokens(c, w, group, j + TILE, j + TILE, hi, ahead, own)
+        else:
+            good = _name_first_tile(c, w, following, ahead, own)
+        if not good:
+            return -1
         _scores(c, w, rows, names, ahead, own, target)
         _weights(c, w, group, j, own, target)
-        if _rows_agree(c, position, count, length, j):
+        if _rows_agree(c, group, j):
             _sum_values(c, w, rows, names, ahead, own, target)
         else:
             _sum_packed_values(c, w, group, j, names, own, target)
         names, ahead = ahead, names
-    return True
+        tiles += 1
+    return tiles
 
 
 @inlined
-def _rows_agree(c: Args, position: int, count: int, length: int, j: int) -> bool:
+def _rows_agree(c: Args, group: int, j: int) -> bool:
     """Whether all query tokens of a group see the same tokens of the tile that begins at j."""
-    last = position + count - 1
-    same_from = max(seen_from(c, position), j) == max(seen_from(c, last), j)
-    return same_from and min(seen_to(c, position, length), j + TILE) == min(seen_to(c, last, length), j + TILE)
+    first, length = get_i64(group + G_POSITION), get_i64(group + G_LENGTH)
+    last = first + get_i64(group + G_COUNT) - 1
+    same_from = max(seen_from(c, first), j) == max(seen_from(c, last), j)
+    return same_from and min(seen_to(c, first, length), j + TILE) == min(seen_to(c, last, length), j + TILE)
 
 
 @inlined
 def _load_queries(c: Args, w: Work, group: int, own: int, target: TargetValue) -> None:
-    """Q of a group as float32 in kernel order: row = token * (heads of a KV head) + head."""
+    """Q of a group as `scores` wants it: row = token * (heads of a KV head) + head."""
     per_kv = c.heads // c.kv_heads
     rows = get_i64(group + G_COUNT) * per_kv
     clear(own, rows * w.q_row)
     for r in range(rows):
         token, head = get_i64(group + G_TOKEN) + r // per_kv, get_i64(group + G_HEAD) * per_kv + r % per_kv
         src, dst = c.q + token * c.q_token + head * c.q_head, own + r * w.q_row
+        if w.pairs:
+            copy(dst, src, 2 * c.d)
+            continue
         if c.q_code == 0:
             widen_row(target, "float32", src, dst, c.d)
         elif c.q_code == 1:
@@ -228,7 +268,10 @@ def _weights(c: Args, w: Work, group: int, j: int, own: int, target: TargetValue
             softcap_row(target, s, scale, c.cap)
             factor = 1.0
         m, l = own + w.at_m + 4 * r, own + w.at_l + 4 * r  # noqa: E741
-        put_f32(own + w.at_alpha + 4 * r, softmax_row(target, s, first, last, slope, j - position, factor, m, l))
+        put_f32(
+            own + w.at_alpha + 4 * r,
+            softmax_row(target, s, own + w.at_p + r * P_ROW, first, last, slope, j - position, factor, m, l),
+        )
 
 
 @inlined
@@ -240,7 +283,9 @@ def _sum_values(c: Args, w: Work, rows: int, names: int, ahead: int, own: int, t
     values = names + 8 * TILE
     ahead += 4 * TILE
     for r in range(0, rows, 4):
-        p, o, a, n = own + w.at_s + r * S_ROW, own + w.at_o + r * w.o_row, own + w.at_alpha + 4 * r, min(4, rows - r)
+        o, a, n = own + w.at_o + r * w.o_row, own + w.at_alpha + 4 * r, min(4, rows - r)
+        s = own + w.at_s + r * S_ROW
+        p = own + w.at_p + r * P_ROW if w.pairs else s
         e = 0
         while e < c.e:
             left = c.e - e
@@ -257,7 +302,7 @@ def _sum_values(c: Args, w: Work, rows: int, names: int, ahead: int, own: int, t
             else:
                 part = min(left, w.chunk)
                 for x in range(n):
-                    accumulate(target, 1, "chunk", p + x * S_ROW, values, e * w.item, o + x * w.o_row + 4 * e,
+                    accumulate(target, 1, "chunk", s + x * S_ROW, values, e * w.item, o + x * w.o_row + 4 * e,
                                w.o_row, a + 4 * x, part, 0)  # fmt: skip
                 e += w.chunk
 

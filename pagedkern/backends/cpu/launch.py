@@ -31,7 +31,7 @@ def threads() -> int:
 
 def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     """See `base.AttentionCall`. `isa` is for tests: "portable" leaves out what only some processors have."""
-    tg = target(_name(call.k_cache.dtype), isa)
+    tg = target(_name(call.k_cache.dtype), isa, _name(call.q.dtype))
     neutral = target("float32", isa)
     args, keep = _args(call, span)
     n_groups, n_items, n_partial, read, status, where, value = PLAN.get(neutral)(args, 0, 0, neutral)
@@ -97,7 +97,7 @@ def _work(
 ) -> tuple[kernels.Work, list[Tensor]]:
     """The scratch memory of a call, and the tensors that hold it, the counters first."""
     chunk, lanes = convert.chunk(tg.key), tg.key.lanes
-    q_row, o_row = 4 * _ceil(args.d, chunk), 4 * _ceil(args.e, max(chunk, LINE // 4))
+    q_row, o_row = (2 if tg.key.dot else 4) * _ceil(args.d, chunk), 4 * _ceil(args.e, max(chunk, LINE // 4))
     per_kv = args.heads // args.kv_heads
     rows = max(1, plan.ROWS // per_kv) * per_kv
     item = ITEMSIZE[tg.key.kv_dtype]
@@ -106,6 +106,7 @@ def _work(
         "q": rows * q_row,
         "at_o": rows * o_row,
         "at_s": rows * 4 * TILE,
+        "at_p": rows * 2 * TILE,
         "at_m": rows * 4,
         "at_l": rows * 4,
         "at_alpha": rows * 4,
@@ -124,7 +125,8 @@ def _work(
         groups=groups, items=items, n_items=n_items, counters=counters.data_ptr(),
         partials=_ceil(partials.data_ptr(), LINE), scratch=_ceil(scratch.data_ptr(), LINE), scratch_size=at,
         chunk=chunk, lanes=lanes,
-        lines=-(-max(args.d, args.e) * item // LINE), item=item, q_row=q_row, o_row=o_row, **sizes,
+        lines=-(-max(args.d, args.e) * item // LINE), item=item, pairs=int(tg.key.dot),
+        q_row=q_row, o_row=o_row, **sizes,
     )  # fmt: skip
     return work, [counters, partials, scratch]
 

@@ -16,9 +16,9 @@ from numba.core.types import float32, int64, void
 
 from pagedkern.backends.base import ITEMSIZE
 from pagedkern.backends.cpu import simd
-from pagedkern.backends.cpu.convert import chunk, units, widen_cache
+from pagedkern.backends.cpu.convert import chunk, narrow, units, weave, widen_cache
 from pagedkern.backends.cpu.jit import LITERAL, TARGET, TargetKey, emitter
-from pagedkern.backends.cpu.simd import F32, I32, I64, NEG_INF, Builder, Value, const, i64
+from pagedkern.backends.cpu.simd import F32, I16, I32, I64, NEG_INF, Builder, Value, const, i64
 
 TILE = 64  # tokens
 LINE = 64  # bytes of a cache line
@@ -56,15 +56,29 @@ def scores(
 ) -> None:
     """s[r, t] = <q[r], k[t]> for `rows` rows and `tokens` tokens.
 
-    q: float32 [rows, padded d], row stride q_row bytes; keys: int64 [tokens] addresses of cache rows of d elements;
-    s: float32 [rows, tokens], row stride s_row bytes. One accumulator for each pair, folded at the end.
+    q: float32, or bfloat16 in natural order for `key.dot`, [rows, padded d], row stride q_row bytes; keys: int64
+    [tokens] addresses of cache rows of d elements; s: float32 [rows, tokens], row stride s_row bytes. One accumulator
+    for each pair, folded at the end.
     """
     kind = ir.VectorType(F32, key.lanes)
+    words = ir.VectorType(I32, key.lanes)
     k_at = [simd.load(b, I64, b.add(keys, i64(8 * t))) for t in range(tokens)]
     q_at = [b.add(q, b.mul(q_row, i64(r))) for r in range(rows)]
     step, size = chunk(key), ITEMSIZE[key.kv_dtype]
 
+    def add_pairs(i: Value, acc: list[Value], rest: Value | None) -> list[Value]:
+        acc = list(acc)
+        offset = b.mul(i, i64(step * size))
+        tile = [simd.load(b, ir.VectorType(I16, step), b.add(k_at[t], offset), rest) for t in range(tokens)]
+        for r in range(rows):
+            x = simd.load(b, words, b.add(q_at[r], offset))
+            for t in range(tokens):
+                acc[r * tokens + t] = simd.dot_pairs(b, acc[r * tokens + t], b.bitcast(tile[t], words), x)
+        return acc
+
     def add_chunk(i: Value, acc: list[Value], rest: Value | None) -> list[Value]:
+        if key.dot:
+            return add_pairs(i, acc, rest)
         acc = list(acc)
         offset = b.mul(i, i64(step * size))
         tile = [widen_cache(b, key, b.add(k_at[t], offset), rest) for t in range(tokens)]
@@ -108,10 +122,10 @@ def accumulate(
 ) -> None:
     """o[r] = o[r] * alpha[r] + sum over the tile of p[r, t] * v[t], for some columns of `rows` rows.
 
-    p: float32 [rows, TILE]; values: int64 [TILE] addresses, columns starting `offset` bytes behind them; o: float32,
-    row stride o_row bytes; alpha: float32 [rows]; ahead: as in `prefetch_rows`, of which half a tile is prefetched.
-    `source` says what the addresses lead to: "wide" and "chunk" cache rows, of which four vectors, or one chunk of
-    `count` elements, are taken; "packed" float32 rows in kernel order.
+    p: float32 [rows, TILE], for "wide" of `key.dot` bfloat16; values: int64 [TILE] addresses, columns starting `offset`
+    bytes behind them; o: float32, row stride o_row bytes; alpha: float32 [rows]; ahead: as in `prefetch_rows`, of which
+    half a tile is prefetched. `source` says what the addresses lead to: "wide" and "chunk" cache rows, of which four
+    vectors, or one chunk of `count` elements, are taken; "packed" float32 rows in kernel order.
     """
     n, size = key.lanes, ITEMSIZE[key.kv_dtype]
     kind = ir.VectorType(F32, n)
@@ -136,7 +150,26 @@ def accumulate(
         for line in range(-(-vectors * n * size // LINE)):
             simd.prefetch(b, b.add(address, i64(LINE * line)))
 
-    def body(t: Value, carried: list[Value]) -> list[Value]:
+    def add_pair(i: Value, carried: list[Value]) -> list[Value]:  # of tokens
+        carried = list(carried)
+        t = b.shl(i, i64(1))
+        for x in (0, 1):
+            prefetch(b.add(t, i64(x)))
+        names = b.add(values, b.mul(t, i64(8)))
+        at = [b.add(simd.load(b, I64, b.add(names, i64(8 * x))), offset) for x in (0, 1)]
+        step = chunk(key)
+        v = []
+        for u in range(0, vectors * n, step):
+            two = [simd.load(b, ir.VectorType(I16, step), b.add(a, i64(u * size))) for a in at]
+            v += weave(b, *two)
+        for r in range(rows):
+            weights = simd.load(b, I32, b.add(b.add(p, i64(2 * TILE * r)), b.mul(t, i64(2))))
+            weights = simd.splat(b, weights, n)
+            for u in range(vectors):
+                carried[r * vectors + u] = simd.dot_pairs(b, carried[r * vectors + u], v[u], weights)
+        return carried
+
+    def add_token(t: Value, carried: list[Value]) -> list[Value]:
         carried = list(carried)
         if source == "wide":
             prefetch(t)
@@ -148,17 +181,21 @@ def accumulate(
                 carried[r * vectors + u] = simd.fma(b, v[u], x, carried[r * vectors + u])
         return carried
 
-    acc = simd.loop(b, i64(TILE), acc, body)
+    if source == "wide" and key.dot:
+        acc = simd.loop(b, i64(TILE // 2), acc, add_pair)
+    else:
+        acc = simd.loop(b, i64(TILE), acc, add_token)
     for r in range(rows):
         for u in range(vectors):
             simd.store(b, acc[r * vectors + u], o_at[r][u])
 
 
-@emitter(float32, TARGET, int64, int64, int64, float32, int64, float32, int64, int64)
+@emitter(float32, TARGET, int64, int64, int64, int64, float32, int64, float32, int64, int64)
 def softmax_row(
     b: Builder,
     key: TargetKey,
     s: Value,
+    p: Value,
     first: Value,
     last: Value,
     slope: Value,
@@ -170,6 +207,7 @@ def softmax_row(
     """Turn one row of scores into weights, and carry maximum and sum on; returns the factor for what was summed before.
 
     s: float32 [TILE], scores in, exp(score - new maximum) out; tokens outside [first, last) of the tile are not seen.
+    p: bfloat16 [TILE], the weights once more, for `key.dot` only; s then holds the rounded ones.
     slope, distance: ALiBi slope and position of the tile's first token less the query's. m, l: running maximum and sum,
     float32. Where nothing was seen yet the maximum is -inf, and 0 stands in for it, so that no -inf - -inf occurs.
     """
@@ -205,6 +243,10 @@ def softmax_row(
         for u in range(unroll):
             address = b.add(s, b.mul(b.add(b.mul(i, i64(unroll)), i64(u)), i64(4 * n)))
             x = simd.exp(b, b.fsub(simd.load(b, kind, address), base))
+            if key.dot:  # what is multiplied is what is summed
+                short = narrow(b, key, "bfloat16", x)
+                simd.store(b, short, b.add(p, b.mul(b.add(b.mul(i, i64(unroll)), i64(u)), i64(2 * n))))
+                x = b.bitcast(b.shl(b.zext(short, ir.VectorType(I32, n)), const(ir.VectorType(I32, n), 16)), kind)
             simd.store(b, x, address)
             sums[u] = b.fadd(sums[u], x)
         return sums

@@ -64,6 +64,11 @@ def fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
     return call(b, f"llvm.fma.{suffix(x.type)}", x.type, x, y, z)
 
 
+def dot_pairs(b: Builder, acc: Value, x: Value, y: Value) -> Value:
+    """acc + x * y for the two bfloat16 in each 32-bit lane of x and y; AVX512-BF16."""
+    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", acc.type, acc, x, y)
+
+
 def itemsize(kind: Any) -> int:
     element = kind.element if isinstance(kind, ir.VectorType) else kind
     return {F16: 2, F32: 4}.get(element) or element.width // 8
