@@ -426,7 +426,7 @@ class BlockAllocator:
 
     def _prompt(self, tokens: int | Tokens) -> tuple[array[int], int, bool]:
         """The ids worth keeping, the length of the prompt, whether it takes part in the prefix cache."""
-        if not isinstance(tokens, Iterable):
+        if not hasattr(tokens, "__iter__"):
             return array("q"), integer("tokens", tokens, 0, 2**31 - 1), False
         ids = token_ids("tokens", tokens)
         return (ids, len(ids), True) if self._core.caching else (array("q"), len(ids), False)

@@ -105,14 +105,14 @@ class Core:
 
     def each(self, seqs: object, name: str) -> Iterable[object]:
         """What is given as several sequences, if one can iterate over it."""
-        if isinstance(seqs, Sequence) or not isinstance(seqs, Iterable):
+        if not hasattr(seqs, "__iter__"):
             raise InvalidType(f"{name}: got {type(seqs).__name__}, a list of Sequence is accepted")
         return seqs
 
     def own_all(self, seqs: object, state: State = State.LIVE) -> list[Sequence]:
         """`own` for each sequence of a batch, which must not name one twice."""
         batch = [self.own(s, f"seqs[{i}]", state) for i, s in enumerate(self.each(seqs, "seqs"))]
-        if len(set(batch)) != len(batch):
+        if len(batch) > 1 and len(set(batch)) != len(batch):
             twice = next(s.id for i, s in enumerate(batch) if s in batch[:i])
             raise InvalidArgument(f"seqs: sequence {twice} is named twice")
         return batch
