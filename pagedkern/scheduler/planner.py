@@ -7,7 +7,7 @@ from typing import NoReturn
 from pagedkern.allocator import Step
 from pagedkern.errors import OutOfBlocks
 from pagedkern.scheduler.batch import Batch, Row
-from pagedkern.scheduler.request import Request, Stage
+from pagedkern.scheduler.request import Request, Sample, Stage
 from pagedkern.scheduler.room import can_start, preempt, start, swap_in
 from pagedkern.scheduler.state import State
 
@@ -57,15 +57,19 @@ def _growing(state: State) -> list[Row]:
     for request in state.running:
         if request._prefilling:
             continue
-        for sample in request.samples:
-            if sample.finish_reason is None:
-                start = sample._computed
-                count = min(sample._known - start, budget)
-                if not count:
-                    return rows
-                budget -= count
-                rows.append(Row(sample, start, start + count))
+        # Shortest first: the last to write into a block that all of them share need not copy it.
+        for sample in sorted(request._unfinished, key=_computed):
+            start = sample._computed
+            count = min(sample._known - start, budget)
+            if not count:
+                return rows
+            budget -= count
+            rows.append(Row(sample, start, start + count))
     return rows
+
+
+def _computed(sample: Sample) -> int:
+    return sample._computed
 
 
 def _append(state: State, rows: list[Row]) -> Step:
