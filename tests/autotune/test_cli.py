@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,14 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "pagedkern.autotune", *arguments]
     root = Path(__file__).parents[2]
-    return subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background job inherits it ignored
+    )
 
 
 def explain(block_size: int, seqs: int, context: int) -> pagedkern.Choice:

@@ -13,7 +13,7 @@ import torch
 
 import pagedkern
 from pagedkern import _choice as choices
-from pagedkern.backends import _LOCATIONS, available, load
+from pagedkern.backends import _LOCATIONS, load, probe
 from pagedkern.backends.base import Probe, Problem
 from pagedkern.errors import BackendUnavailable, PagedKernError, Unsupported
 from tests.contract import problems, toys
@@ -111,7 +111,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[type[toys.Ri
 
     def forget() -> None:
         load.cache_clear()
-        available.cache_clear()
+        probe.cache_clear()
         choices.choose.cache_clear()
 
     def add(toy: type[toys.RightBackend]) -> Target:
