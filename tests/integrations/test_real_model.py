@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 
 import pagedkern.integrations.transformers as paged
@@ -16,6 +17,8 @@ from pagedkern.integrations.transformers.sampling import Sampling
 from tests.integrations.conftest import NEW_TOKENS, Judge
 from tests.integrations.fan import Fan
 from tests.integrations.models import passing
+
+pytestmark = pytest.mark.timeout(600)  # seconds; half a minute each, on a core that does nothing else
 
 SIZES = (1, 8, 16, 24, 256)
 BACKENDS = ("reference", "cpu")

@@ -1,7 +1,7 @@
 """Run an unchanged Hugging Face transformers model (version 5 or later) on a paged KV cache.
 
 Importing this module registers `attn_implementation="pagedkern"`. Then either transformers drives the model, with a
-`PagedCache` in place of its own cache,
+`PagedCache` in place of its own cache (an argument that later versions call `cache`),
 
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="pagedkern")
     model.generate(**inputs, past_key_values=PagedCache(model.config, num_blocks=512, block_size=16))

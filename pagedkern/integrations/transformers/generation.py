@@ -67,7 +67,7 @@ class Sample:
 class Batch:
     """The sequences of one `generate` call: what to run next, and what to do with the logits. It holds no model.
 
-    `while batch.live: batch.accept(forward(batch.next()))`
+    `while not batch.finished: batch.accept(forward(batch.next()))`
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Batch:
             live = self.live
             ids = [sample.tokens[-1] for sample in live]
             step = self.allocator.append([sample.seq for sample in live], ids)
-            if not self.blocks_saved:
+            if len(live[0].tokens) == 1:  # the first step after the prompts: later steps share no more than this one
                 self._count_shared(live)
         self.cache.plan(step)
         self.blocks_used = max(self.blocks_used, self.allocator.num_blocks - self.allocator.num_free_blocks)
