@@ -29,6 +29,7 @@ from numba import extending as extending_module
 from numba.core import types
 
 log = logging.getLogger("pagedkern")
+PATIENCE = 0.7  # seconds without a note; loading from the disk takes less
 F = TypeVar("F", bound=Callable[..., Any])
 numba: Any = numba_module  # its type hints are partial: half of what is used here would count as untyped
 extending: Any = extending_module
@@ -36,16 +37,16 @@ extending: Any = extending_module
 
 def inlined(function: F) -> F:
     """A helper of a kernel: compiled into whatever calls it, never on its own."""
-    return cast(F, numba.njit(error_model="numpy")(function))
+    return cast(F, numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
 
 
 def kernel(function: F) -> F:
     """An entry point: releases the GIL, kept on disk. Its last argument is a `TargetKey`."""
     try:
-        return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+        return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True)(function))
     except RuntimeError as error:  # neither the package's folder nor the user's can be written
         log.warning("pagedkern: the compiled CPU kernels cannot be kept on disk (%s)", error)
-        return cast(F, numba.njit(nogil=True, error_model="numpy")(function))
+        return cast(F, numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function))
 
 
 TARGET, LITERAL = object(), object()  # parameters of an emitter that are known while it compiles
@@ -123,9 +124,14 @@ def _unbox(_type: Target, _value: object, c: Any) -> Any:
 def source_digest() -> str:
     """Digest of everything here that kernels are made from."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sources():
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def sources() -> list[Path]:
+    """The files of this package."""
+    return sorted(Path(__file__).parent.glob("*.py"))
 
 
 ISAS = ("native", "avx2", "portable")
@@ -162,7 +168,7 @@ class Entry:
     """A kernel, the types of its arguments before the target, and how the note calls it that a user reads meanwhile."""
 
     def __init__(self, dispatcher: Any, what: str, *arguments: Any) -> None:
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         self._what = what
         self._arguments = arguments
         self._ready: dict[TargetKey, Callable[..., Any]] = {}
@@ -172,9 +178,9 @@ class Entry:
         found = self._ready.get(target.key)
         if found is None:
             signature = (*self._arguments, target.numba_type)
-            with _compiling, _file_lock(self._dispatcher), _note(f"{self._what} ({target.key.kv_dtype})"):
-                self._dispatcher.compile(signature)
-            found = self._ready[target.key] = self._dispatcher.overloads[signature].entry_point
+            with _compiling, _file_lock(self.dispatcher), _note(f"{self._what} ({target.key.kv_dtype})"):
+                self.dispatcher.compile(signature)
+            found = self._ready[target.key] = self.dispatcher.overloads[signature].entry_point
         return found
 
 
@@ -204,8 +210,7 @@ def _file_lock(dispatcher: Any) -> Iterator[None]:
 @contextmanager
 def _note(what: str) -> Iterator[None]:
     """Say on stderr what takes long, unless it came from the disk at once."""
-    wait = 0.7  # seconds; loading from the disk takes less
-    timer = threading.Timer(wait, log.warning, ("pagedkern: compiling the CPU %s, once, some seconds ...", what))
+    timer = threading.Timer(PATIENCE, log.warning, ("pagedkern: compiling the CPU %s, once, some seconds ...", what))
     timer.daemon = True
     start = time.perf_counter()
     timer.start()
@@ -214,5 +219,5 @@ def _note(what: str) -> Iterator[None]:
     finally:
         timer.cancel()
     seconds = time.perf_counter() - start
-    if seconds > wait:
+    if seconds > PATIENCE:
         log.warning("pagedkern: compiled the CPU %s in %.1f s; kept on disk", what, seconds)

@@ -1,0 +1,92 @@
+"""Compilation: the note on stderr, the cache on disk, what makes it stale, and several processes at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedkern.backends.cpu import jit
+from pagedkern.backends.cpu.jit import ISAS, Target, target
+
+WRITE = """
+import sys, torch
+from pagedkern.backends.base import WriteCall
+from pagedkern.backends.cpu import CpuBackend, jit, launch
+jit.PATIENCE = float(sys.argv[2])
+dtype = getattr(torch, sys.argv[1])
+k = torch.arange(-32., 32.).view(2, 2, 16)
+cache = [torch.zeros(3, 4, 2, 16, dtype=dtype) for _ in "kv"]
+scale = torch.full((2,), 0.5) if dtype.itemsize == 1 else None
+CpuBackend().write_kv(WriteCall(k, -k, *cache, torch.tensor([9, 2]), scale, scale))
+for x, sign in zip(cache, (1, -1)):
+    want = torch.zeros(12, 2, 16)
+    want[[9, 2]] = sign * k / (0.5 if scale is not None else 1)
+    assert torch.equal(x.view(12, 2, 16).float(), want)
+stats = launch.WRITE.dispatcher.stats
+print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+
+
+def start(cache: Path, dtype: str, patience: float = 0.0) -> subprocess.Popen[str]:
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", WRITE, dtype, str(patience)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[list[str], str]:
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    return out.split(), err
+
+
+def test_compiled_once_for_all_processes(tmp_path: Path) -> None:
+    """Two processes compile two signatures of one kernel at the same time; later ones load what belongs to them."""
+    for process in [start(tmp_path, dtype) for dtype in ("int8", "bfloat16")]:
+        counts, err = finish(process)
+        assert counts == ["0", "1"]
+        assert "pagedkern: compiled the CPU write kernel (" in err
+    for dtype in ("int8", "bfloat16"):
+        counts, err = finish(start(tmp_path, dtype, patience=1e6))
+        assert counts == ["1", "0"]
+        assert "pagedkern" not in err
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without any place for a cache, kernels are compiled for this process alone, and a note says so."""
+
+    def njit(**options: object) -> object:
+        if options.get("cache"):
+            raise RuntimeError("no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(jit.numba, "njit", njit)
+    with caplog.at_level("WARNING"):
+        assert jit.kernel(finish) is finish
+    assert "cannot be kept on disk (no locator available)" in caplog.text
+
+
+def test_a_change_of_any_source_is_a_cache_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = target("int8").key
+    before = Target(key)
+    assert Target(key) == before
+    monkeypatch.setattr(jit, "source_digest", lambda: "another")
+    assert Target(key) != before
+
+
+def test_the_digest_covers_every_file() -> None:
+    assert len(jit.source_digest()) == 16
+    names = {path.name for path in jit.sources()}
+    assert {"jit.py", "simd.py", "convert.py", "micro.py", "kernels.py", "plan.py", "store.py", "memory.py"} <= names
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
+def test_targets(kv_dtype: str) -> None:
+    keys = {isa: target(kv_dtype, isa, kv_dtype).key for isa in ISAS}
+    assert keys["portable"] == jit.TargetKey(kv_dtype, 4, half=False, dot=False)
+    assert keys["avx2"] == jit.TargetKey(kv_dtype, 8, half=True, dot=False)
+    assert keys["native"].lanes in (4, 8, 16)
+    assert not target(kv_dtype, "native", "float16").key.dot, "pairs need a query of bfloat16"
