@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from operator import index
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pagedkern.errors import InvalidArgument, InvalidType
 
@@ -25,10 +25,16 @@ def integer(name: str, value: object, low: int, high: int | None = None) -> int:
     return number
 
 
+def unpacked(tokens: Any) -> Any:
+    """A tensor or array of some library as a list or an int, which is faster than item by item; else what is given."""
+    return tokens.tolist() if hasattr(tokens, "tolist") and not isinstance(tokens, array) else tokens
+
+
 def token_ids(name: str, tokens: Tokens) -> array[int]:
     """The ids as a new array of int64. O(n), a copy of memory if they come as `array('q')`."""
     if type(tokens) is array and tokens.typecode == "q":
         return tokens[:]
+    tokens = unpacked(tokens)
     if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
         raise InvalidType(f"{name}: got {type(tokens).__name__}, a list or array of token ids is accepted")
     try:
@@ -48,6 +54,7 @@ def tenant(salt: object) -> Salt:
 
 def single_ids(tokens: object, count: int) -> array[int] | None:
     """The ids if they are plainly one for each sequence; None to have a closer look."""
+    tokens = unpacked(tokens)
     if not isinstance(tokens, (list, tuple, array)) or len(tokens) != count:
         return None
     try:
@@ -72,8 +79,8 @@ def new_tokens(
         raise InvalidType(f"tokens: got {type(tokens).__name__}, one id or a list of ids for each sequence is accepted")
     rows: list[Iterable[int] | None] = []
     counts = []
-    for i, new in enumerate(tokens):
-        ids = token_ids(f"tokens[{i}]", new if isinstance(new, Iterable) and not hasattr(new, "__index__") else [new])  # type: ignore[list-item]
+    for i, new in enumerate(map(unpacked, unpacked(tokens))):
+        ids = token_ids(f"tokens[{i}]", new if isinstance(new, Iterable) else [new])
         if not ids:
             raise InvalidArgument(f"tokens[{i}]: got no id, at least one is accepted")
         rows.append(ids)

@@ -9,6 +9,7 @@ from functools import wraps
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TextIO, TypeVar
 
+from pagedkern.allocator.arguments import unpacked
 from pagedkern.allocator.sequence import Sequence
 from pagedkern.allocator.step import Plan, Step, Verdict
 from pagedkern.errors import OutOfBlocks
@@ -93,7 +94,9 @@ class OperationLog:
 
     def run(self, method: Callable[..., R], allocator: BlockAllocator, args: Any, kwargs: Any) -> R:
         """Do the operation and write it down, also if it raises."""
-        args = [list(a) if isinstance(a, Iterable) and not isinstance(a, (str, bytes)) else a for a in args]
+        args = [
+            list(a) if isinstance(a, Iterable) and not isinstance(a, (str, bytes)) else a for a in map(unpacked, args)
+        ]
         entry = {"op": method.__name__, "args": encode(args), "kwargs": encode(kwargs)}
         allocator._log = None
         try:
@@ -109,6 +112,7 @@ class OperationLog:
 
 def encode(value: Any) -> Any:
     """Arguments as JSON."""
+    value = unpacked(value)
     if isinstance(value, Verdict):
         return value.value
     if isinstance(value, Sequence):

@@ -231,6 +231,19 @@ def test_a_log_is_replayed_to_the_same(seed: int) -> None:
     assert difference.startswith(f"line {place + 1}, {entry['op']}: gives ")
 
 
+def test_a_log_holds_tensors_and_generators() -> None:
+    torch = pytest.importorskip("torch", reason="torch gives the ids")
+    file = io.StringIO()
+    allocator = BlockAllocator(8, 4)
+    allocator.log_to(file)
+    seq = allocator.create(torch.tensor([1, 2, 3]))
+    allocator.commit(allocator.prefill(s for s in [seq]))
+    allocator.commit(allocator.append([seq], torch.tensor([4])))
+    allocator.commit(allocator.append([seq], [torch.tensor([5, 6])]))
+    assert seq.num_tokens == 6
+    assert replay(file.getvalue().splitlines()) is None
+
+
 def test_the_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.jsonl"
     with path.open("w") as file:

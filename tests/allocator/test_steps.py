@@ -58,6 +58,25 @@ def test_buffers_go_to_c_without_a_copy() -> None:
     )
 
 
+def test_token_ids_may_come_as_tensors() -> None:
+    torch = pytest.importorskip("torch", reason="torch gives the ids")
+    outcomes = []
+    for make in (list, torch.tensor, tuple, lambda ids: array("i", ids), lambda ids: memoryview(array("q", ids))):
+        allocator = BlockAllocator(64, 4)
+        seqs = [allocator.create(make(list(range(5)))), allocator.create(make([9, 8, 7]))]
+        allocator.commit(allocator.prefill(seqs))
+        for token in range(9):
+            allocator.commit(allocator.append(seqs, make([token, token + 1])))
+        for step in (allocator.append(seqs, [make([1, 2]), make([3])]), allocator.append(seqs, [make([4])[0], 5])):
+            allocator.commit(step)
+        allocator.check()
+        tokens = [s._tokens.tolist() for s in seqs]
+        outcomes.append((tokens, allocator.create(make([*range(5), *range(9), 1, 2])).num_cached_tokens))
+    assert outcomes == [([[*range(5), *range(9), 1, 2, 4], [9, 8, 7, *range(1, 10), 3, 5]], 15)] * 5
+    with pytest.raises(TypeError, match="tokens: token ids must be integers"):
+        allocator.create(torch.tensor([1.0]))
+
+
 def test_itemsizes() -> None:
     assert (array("i").itemsize, array("q").itemsize) == (4, 8)
 
