@@ -143,6 +143,7 @@ class Step(Plan):
 
     Buffers stay valid as long as the step is referenced, and what the step reads in them never changes: when the next
     step of the same batch writes into the same block table, it fills entries behind this step's `seq_lens` only.
+    So do not write into `block_table`; the other buffers are the caller's own.
     """
 
     __slots__ = (
