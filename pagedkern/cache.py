@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,29 @@ class Plan(Protocol):
     def moves(self) -> Iterable[tuple[str, Any, Any]]:
         """(kind, src, dst) in order; kind is "copy" (device to device), "swap_out" (device to host) or "swap_in" (host
         to device); src and dst are int64 buffers of equal length. No destination occurs twice in one move."""
+
+
+class PlannedStep(Plan, Protocol):
+    """What `inputs` describes: a `Step` of the allocator, whose arrays are buffers."""
+
+    block_table: Any  # int32 [S, W]
+    seq_lens: Any  # int32 [S]
+    cu_seqlens_q: Any  # int32 [S+1]
+    max_seqlen_q: int
+
+    @property
+    def slot_mapping(self) -> Any:  # int64 [T]
+        """Where each new token's K and V go."""
+
+
+class StepInputs(NamedTuple):
+    """A step's arrays on the device of the cache, named as `paged_attention` and `write_kv` name them."""
+
+    block_table: Tensor  # int32 [S, W]
+    seq_lens: Tensor  # int32 [S]
+    cu_seqlens_q: Tensor  # int32 [S+1]
+    max_seqlen_q: int
+    slot_mapping: Tensor  # int64 [T]
 
 
 class KVCache:
@@ -83,7 +106,8 @@ class KVCache:
             result = []
             for dim in dims:
                 memory = [(count, size, heads, dim)[axis] for axis in order]
-                tensor = torch.empty(layers, *memory, dtype=dtype, device=on, pin_memory=pinned)
+                with torch.inference_mode(False):  # else it could not be written outside of inference mode later
+                    tensor = torch.empty(layers, *memory, dtype=dtype, device=on, pin_memory=pinned)
                 result.append(tensor.permute(0, *(axis + 1 for axis in order)))
             return result
 
@@ -187,6 +211,21 @@ class KVCache:
                     for s, d in zip(src.tolist(), dst.tolist(), strict=True):
                         device_pool[d].copy_(host_pool[s], non_blocking=True)
 
+    def inputs(self, step: PlannedStep) -> StepInputs:
+        """What the operations need to know of a step, as tensors: on a CPU over the step's own buffers, else copied.
+
+        The copies are made on the current stream, without a synchronisation if the device allows it.
+        """
+        num_seqs = memoryview(step.seq_lens).nbytes // 4
+        arrays = {
+            "block_table": _tensor(step.block_table, torch.int32).view(num_seqs, -1 if num_seqs else 0),
+            "seq_lens": _tensor(step.seq_lens, torch.int32),
+            "cu_seqlens_q": _tensor(step.cu_seqlens_q, torch.int32),
+            "slot_mapping": _tensor(step.slot_mapping, torch.int64),
+        }
+        on_device = {name: array.to(self.device, non_blocking=True) for name, array in arrays.items()}
+        return StepInputs(max_seqlen_q=step.max_seqlen_q, **on_device)
+
     def _check_move(self, kind: str, src: Tensor, dst: Tensor) -> None:
         pools = {
             "copy": (self.num_blocks, self.num_blocks),
@@ -213,4 +252,9 @@ def _ids(kind: str, name: str, buffer: Any) -> Tensor:
     view = memoryview(buffer)
     if view.itemsize != 8 or view.format not in ("q", "l"):
         check.refuse("plan", f"a {kind} move whose {name} has format {view.format!r}", "int64 ('q')")
-    return torch.frombuffer(view, dtype=torch.int64) if len(view) else torch.empty(0, dtype=torch.int64)
+    return _tensor(view, torch.int64)
+
+
+def _tensor(buffer: Any, dtype: torch.dtype) -> Tensor:
+    """A flat tensor over a buffer, without a copy; torch itself refuses empty ones."""
+    return torch.frombuffer(buffer, dtype=dtype) if memoryview(buffer).nbytes else torch.empty(0, dtype=dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pagedkern import BlockIndexError, InvalidArgument, KVCache
+from pagedkern import BlockAllocator, BlockIndexError, InvalidArgument, KVCache
 
 
 @dataclass
@@ -135,3 +135,30 @@ def test_no_layer_of_that_index() -> None:
         make().layer(2)
     with pytest.raises(InvalidArgument, match="index: got -1"):
         make().layer(-1)
+
+
+def test_inputs_of_a_step() -> None:
+    """Tensors over the step's own buffers, in the shapes that the operations take; also of a step of nothing."""
+    allocator = BlockAllocator(6, 4)
+    cache = make()
+    one, two = allocator.create([1, 2, 3, 4, 5]), allocator.create([9])
+    step = allocator.prefill([one, two])
+    inputs = cache.inputs(step)
+    assert inputs.block_table.tolist() == [one.block_ids, [*two.block_ids, -1]]
+    assert inputs.block_table.dtype == inputs.seq_lens.dtype == inputs.cu_seqlens_q.dtype == torch.int32
+    assert inputs.seq_lens.tolist() == [5, 1]
+    assert inputs.cu_seqlens_q.tolist() == [0, 5, 6]
+    assert inputs.max_seqlen_q == 5
+    first, last = one.block_ids
+    assert inputs.slot_mapping.tolist() == [*range(4 * first, 4 * first + 4), 4 * last, 4 * two.block_ids[0]]
+    allocator.commit(step)
+    nothing = cache.inputs(allocator.append([]))
+    assert [tuple(x.shape) for x in nothing if isinstance(x, torch.Tensor)] == [(0, 0), (0,), (1,), (0,)]
+
+
+def test_made_in_inference_mode_and_written_outside() -> None:
+    with torch.inference_mode():
+        cache = make()
+    for pool in cache.layer(0):
+        pool.zero_()
+    cache.apply(Plan().add("copy", (0, 1)))

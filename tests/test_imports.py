@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "abi": {"errors"},
     "allocator": {"errors", "abi"},
+    "scheduler": {"errors", "abi", "allocator"},
     "backends.base": {"errors", "abi"},
     "backends.checked": {"errors", "abi", "backends.base"},
     "backends": {"errors", "backends.base"},
@@ -29,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"errors", "abi", "_arguments", "_choice", "_operators", "backends", "backends.base"},
     "cache": {"errors", "abi", "_arguments", "ops"},
     "autotune": {"errors", "abi", "ops", "_choice", "cache", "backends", "backends.base", "autotune.store", "__init__"},
-    "integrations": {"__init__", "errors", "abi", "allocator", "cache", "ops", "backends"},
+    "integrations": {"__init__", "errors", "abi", "allocator", "scheduler", "cache", "ops", "backends"},
 }
 SHARED_BY_BACKENDS = {"errors", "abi", "backends.base", "backends.checked"}
 
