@@ -38,13 +38,13 @@ def read(path: Path) -> tuple[list[int], list[int], list[int] | None]:
     return [e["input_length"] for e in entries], [e["output_length"] for e in entries], shared
 
 
-def quantiles(values: Sequence[int]) -> list[int]:
+def quantiles(values: Sequence[float]) -> list[float]:
     """At each of SHARES, the value that this share of all do not exceed (the minimum for 0)."""
     ordered = sorted(values)
     return [ordered[max(0, -int(-share * len(ordered) // 1) - 1)] for share in SHARES]
 
 
-def rank_correlation(a: Sequence[int], b: Sequence[int]) -> float:
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's, ties given their middle rank."""
     x, y = ranks(a), ranks(b)
     mx, my = fmean(x), fmean(y)
@@ -52,7 +52,7 @@ def rank_correlation(a: Sequence[int], b: Sequence[int]) -> float:
     return covariance / (sum((p - mx) ** 2 for p in x) * sum((q - my) ** 2 for q in y)) ** 0.5
 
 
-def ranks(values: Sequence[int]) -> list[float]:
+def ranks(values: Sequence[float]) -> list[float]:
     order = sorted(range(len(values)), key=values.__getitem__)
     result, start = [0.0] * len(values), 0
     while start < len(order):
@@ -65,11 +65,11 @@ def ranks(values: Sequence[int]) -> list[float]:
     return result
 
 
-def table(name: str, values: Sequence[int], prompts: Sequence[int]) -> list[str]:
-    lines = [f"[{name}]", f"mean = {fmean(values):.1f}"]
+def table(name: str, values: Sequence[float], prompts: Sequence[int], key: str = "tokens") -> list[str]:
+    lines = [f"[{name}]", f"mean = {round(fmean(values), 3 if key != 'tokens' else 1)}"]
     if values is not prompts:
         lines.append(f"rank_correlation_with_prompt = {rank_correlation(prompts, values):.3f}")
-    return [*lines, f"tokens = {quantiles(values)}", ""]
+    return [*lines, f"{key} = {quantiles(values)}", ""]
 
 
 def main() -> None:
@@ -83,15 +83,17 @@ def main() -> None:
     lines += [f"{key} = {json.dumps(getattr(options, key))}" for key in ("name", "source", "url", "licence")]
     lines += [
         f"requests = {len(prompts)}",
+        f"longest = {max(p + o for p, o in zip(prompts, outputs, strict=True))}  # prompt and output of one request",
         "# The quantiles below are those of these shares.",
         f"shares = {SHARES}",
         "",
     ]
     lines += table("prompt", prompts, prompts) + table("output", outputs, prompts)
     if shared is not None:
-        lines += ["# Leading tokens of the prompt that were a prefix of an earlier one, in whole blocks."]
-        lines += table("shared_prefix", shared, prompts)
-        lines[-1:] = [f"block = {PREFIX_BLOCK}", f"share_of_prompt_tokens = {sum(shared) / sum(prompts):.3f}", ""]
+        parts = [round(s / p, 3) for s, p in zip(shared, prompts, strict=True)]
+        lines += ["# How much of a prompt was the beginning of an earlier one, in whole blocks: shares of the prompt."]
+        lines += table("shared_prefix", parts, prompts, "of_prompt")
+        lines[-1:] = [f"block = {PREFIX_BLOCK}", f"of_all_prompt_tokens = {sum(shared) / sum(prompts):.3f}", ""]
     sys.stdout.write("\n".join(lines).rstrip() + "\n")
 
 

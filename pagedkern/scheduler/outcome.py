@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 
 from pagedkern.scheduler.batch import Batch
 from pagedkern.scheduler.request import Request, Sample, Stage
@@ -10,14 +10,18 @@ from pagedkern.scheduler.room import drop
 from pagedkern.scheduler.state import State
 
 
-def complete(state: State, batch: Batch, tokens: list[int], stopped: Container[int]) -> list[Sample]:
+def complete(state: State, batch: Batch, tokens: list[int], stopped: Collection[Sample]) -> list[Sample]:
     """The batch has run, and gave these tokens. Returns the samples that end. Arguments have been checked."""
-    new = [(s, token) for s, token in zip(batch.outputs, tokens, strict=True) if not s.request.ended]
-    reasons = {
-        sample: reason
-        for i, (sample, token) in enumerate(zip(batch.outputs, tokens, strict=True))
-        if not sample.request.ended and (reason := _reason(sample, token, i in stopped))
-    }
+    new = [
+        (s, token) for s, token in zip(batch.outputs, tokens, strict=True) if s.request._stage is not Stage.CANCELLED
+    ]
+    reasons: dict[Sample, str] = {}
+    for sample, token in new:
+        request = sample.request
+        if token in request.eos or sample in stopped:
+            reasons[sample] = "stop"
+        elif len(sample.tokens) + 1 == request.max_tokens:
+            reasons[sample] = "length"
     spread = [row.sample for row in batch.rows if row.sample.request._prefilling and row.end == row.sample._known]
     if len(batch.plans) == 1 and not reasons and not spread:
         state.allocator.commit(batch.plans[0])
@@ -32,20 +36,15 @@ def complete(state: State, batch: Batch, tokens: list[int], stopped: Container[i
     for sample, start, end in batch.rows:
         if sample.seq is not None:
             sample._computed = end
-        state.counts["tokens_recomputed"] += max(0, min(end, sample._reached) - start)
-        sample._reached = max(sample._reached, end)
+        if start < sample._reached:
+            state.counts["tokens_recomputed"] += min(end, sample._reached) - start
+        if end > sample._reached:
+            sample._reached = end
     for sample, token in new:
         sample.tokens.append(token)
     state.counts["tokens_scheduled"] += batch.num_tokens
     state.batch = None
     return list(reasons)
-
-
-def _reason(sample: Sample, token: int, stopped: bool) -> str | None:
-    request = sample.request
-    if stopped or token in request.eos:
-        return "stop"
-    return "length" if len(sample.tokens) + 1 == request.max_tokens else None
 
 
 def _spread(state: State, leader: Sample, reasons: dict[Sample, str]) -> None:

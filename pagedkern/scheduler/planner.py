@@ -58,7 +58,8 @@ def _growing(state: State) -> list[Row]:
         if request._prefilling:
             continue
         # Shortest first: the last to write into a block that all of them share need not copy it.
-        for sample in sorted(request._unfinished, key=_computed):
+        alone = len(request.samples) == 1
+        for sample in request.samples if alone else sorted(request._unfinished, key=_computed):
             start = sample._computed
             count = min(sample._known - start, budget)
             if not count:
@@ -73,7 +74,7 @@ def _computed(sample: Sample) -> int:
 
 
 def _append(state: State, rows: list[Row]) -> Step:
-    if all(end - start == 1 for _, start, end in rows):
+    if sum(row.end - row.start for row in rows) == len(rows):
         ids = [sample.tokens[start - len(sample.request.prompt)] for sample, start, _ in rows]
         return state.allocator.append([sample.seq for sample, _, _ in rows], ids)  # type: ignore[misc]
     texts = [sample._text(start, end) for sample, start, end in rows]

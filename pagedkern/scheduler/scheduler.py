@@ -187,7 +187,7 @@ class Scheduler:
             raise InvalidArgument(
                 f"tokens: got {len(ids)} ids, {len(batch.outputs)}, one for each output, are accepted"
             )
-        stops = {integer("stopped", i, 0, len(ids) - 1) for i in stopped}
+        stops = {batch.outputs[integer("stopped", i, 0, len(ids) - 1)] for i in stopped}
         return outcome.complete(self._state, batch, ids.tolist(), stops)
 
     def abort(self, batch: Batch) -> None:

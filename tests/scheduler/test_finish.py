@@ -95,6 +95,21 @@ def test_a_request_that_needs_the_whole_pool() -> None:
             engine.finished([first, request])
 
 
+def test_a_group_that_needs_the_whole_pool_is_resumed() -> None:
+    """Its first sample is ahead of the others then, and writes into a block that it shares with them."""
+    preempted = 0
+    for prompt in (9, 12, 13):
+        shared = prompt // 4
+        for before in range(1, 9):
+            engine = Engine(shared + 3 * (4 - shared), 4, policy="recompute", token_budget=16)
+            first = engine.scheduler.add(prompt_of(before), max_tokens=9)
+            group = engine.scheduler.add(prompt_of(prompt, 1), max_tokens=17 - prompt, n=3)
+            engine.run()
+            engine.finished([first, group])
+            preempted += group.num_preemptions
+    assert preempted > 3
+
+
 def test_two_that_each_need_what_the_other_holds() -> None:
     """Reported as vllm 57104: both prompts fit, neither completion does."""
     for policy in POLICIES:
