@@ -221,7 +221,7 @@ def abort(core: Core, plan: Plan) -> None:
             raise InvalidArgument(
                 f"plan: {row.seq._pending[-1].id} comes after {plan.id} for sequence {row.seq.id}, abort that first"
             )
-    if any(row.cows for row in rows):
+    if any(row.cows or row.before is not None for row in rows):
         core.settle_cohorts()  # a block that is shared again may be the last one of a sequence on the fast path
     _save(core, plan, rows)
     for row in rows:

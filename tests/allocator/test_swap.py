@@ -147,6 +147,21 @@ def test_aborted_swaps_leave_everything_where_it_was() -> None:
     allocator.check()
 
 
+def test_an_aborted_swap_shares_the_last_block_of_a_batch_on_the_fast_path_again() -> None:
+    allocator = BlockAllocator(8, 8, num_host_blocks=4)
+    seq = computed(allocator, list(range(3)))
+    (fork,) = allocator.fork(seq)
+    plan = allocator.swap_out([seq])
+    for token in range(3):
+        assert len(allocator.append([fork], [token]).copies) == 0, "its own, as long as the other is away"
+    assert allocator._core.cohorts
+    allocator.abort(plan)
+    allocator.check()
+    assert seq.block_ids == fork.block_ids
+    assert len(allocator.append([fork], [3]).copies) == 1
+    allocator.check()
+
+
 def test_what_a_plan_in_flight_reads_is_not_overwritten() -> None:
     allocator = BlockAllocator(8, 4, num_host_blocks=4)
     seq = computed(allocator, list(range(7)))
