@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagedkern.allocator import Plan, Step
-from pagedkern.scheduler.request import Request, Sample
+from pagedkern.scheduler.request import Request, Sample, Stage
 
 if TYPE_CHECKING:
     from pagedkern.allocator import Sequence
@@ -55,7 +55,7 @@ class Batch:
         self.swapped_out: list[Request] = []  # preempted: their blocks go to the host
         self.dropped: list[Request] = []  # preempted: their blocks are given up
         self.resumed: list[Request] = []  # their blocks come back from the host
-        self._admitted: list[Request] = []  # got new sequences
+        self._admitted: list[tuple[Request, Stage]] = []  # who got a new sequence, and what it was before
         self._joined: tuple[array[int], array[int], array[int]] | None = None
         self._table: memoryview | None = None
 

@@ -78,11 +78,10 @@ def abort(state: State, batch: Batch) -> None:
     """The batch has not run. To be called in `state.atomic`."""
     for plan in reversed(batch.plans):
         state.allocator.abort(plan)
-    for request in reversed(batch._admitted):
-        if request._stage is Stage.RUNNING:
-            fresh = not any(sample.tokens for sample in request.samples)
+    for request, stage in reversed(batch._admitted):
+        if not request.ended:
             state.give_up(request)
-            state.enter(request, Stage.WAITING if fresh and not request.num_preemptions else Stage.DROPPED)
+            state.enter(request, stage)
     for request in reversed(batch.resumed):
         if not request.ended:
             state.enter(request, Stage.SWAPPED)

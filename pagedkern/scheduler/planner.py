@@ -131,15 +131,12 @@ def _start_more(state: State, batch: Batch, prefills: list[Request], budget: int
     What comes back from the host can be computed by this very batch if it is a prompt, and decodes from the next on.
     """
     budget -= sum(_left(request) for request in prefills)
-    while True:
+    while budget > 0:
         request = state.preempted[0] if state.preempted else state.waiting[0] if state.waiting else None
         if request is None or not can_start(state, request):
             return
-        swapped = request._stage is Stage.SWAPPED
-        if budget <= 0 and not swapped:
-            return
         try:
-            (swap_in if swapped else start)(state, batch, request)
+            (swap_in if request._stage is Stage.SWAPPED else start)(state, batch, request)
         except OutOfBlocks:
             return
         if request._prefilling:
@@ -154,24 +151,15 @@ def _left(request: Request) -> int:
 
 
 def _prefill(state: State, batch: Batch, prefills: list[Request], budget: int) -> None:
-    """Compute the next tokens of the prompts, in the order of arrival."""
+    """Compute the next tokens of the prompts, in the order of arrival. Takes no block: they have theirs already."""
     leaders = [request._unfinished[0] for request in prefills]
-    while leaders:
-        try:
-            step = state.allocator.prefill([s.seq for s in leaders], max_tokens=budget)  # type: ignore[misc]
-        except OutOfBlocks:  # a block shared since its return from the host must be copied first
-            leaders.pop()
-            continue
-        rows = [Row(s, s._computed, end) for s, end in zip(leaders, step.seq_lens, strict=False)]
-        batch.plans += (step,)
-        batch.rows += rows
-        for sample, _, end in rows:
-            if end == sample._known:
-                fresh = not sample.tokens
-                batch.outputs += sample.request._unfinished if fresh else [sample]
-        return
-    if not batch.plans and len(state.running) > 1:  # else everybody would wait for everybody
-        preempt(state, batch)
+    step = state.allocator.prefill([leader.seq for leader in leaders], max_tokens=budget)  # type: ignore[misc]
+    rows = [Row(leader, leader._computed, end) for leader, end in zip(leaders, step.seq_lens, strict=False)]
+    batch.plans += (step,)
+    batch.rows += rows
+    for leader, _, end in rows:
+        if end == leader._known:
+            batch.outputs += [leader] if leader.tokens else leader.request._unfinished
 
 
 def _explain_standstill(state: State) -> NoReturn:

@@ -46,12 +46,12 @@ def drop(state: State, batch: Batch, request: Request) -> None:
 
 def prefers_swap(state: State, request: Request) -> bool:
     """By the policy, and for "auto" by estimated cost."""
-    computed = [sample for sample in request.samples if sample.seq is not None and sample._computed]
-    if state.policy == "recompute" or not state.allocator.num_host_blocks or not computed:
+    if state.policy == "recompute" or not state.allocator.num_host_blocks:
         return False
     if state.policy == "swap":
         return True
     size = state.allocator.block_size
+    computed = [sample for sample in request.samples if sample.seq is not None]
     tables = [s.seq.block_ids[: state.blocks_for(s._computed)] for s in computed if s.seq is not None]
     num_tokens = computed[0]._computed + sum(s._computed - len(request.prompt) for s in computed[1:])
     others = {b for r in state.running if r is not request for s in r.samples if s.seq for b in s.seq.block_ids}
@@ -96,8 +96,8 @@ def start(state: State, batch: Batch, request: Request) -> None:
     state.journal.set(request, "_prefilling", True)
     if request._stage is Stage.WAITING:
         state.journal.set(request, "num_cached_tokens", seq.num_cached_tokens)
+    batch._admitted.append((request, request._stage))
     state.enter(request, Stage.RUNNING)
-    batch._admitted.append(request)
 
 
 def swap_in(state: State, batch: Batch, request: Request) -> None:

@@ -89,6 +89,11 @@ class Engine:
         self.num_batches += 1
         progress = bool(batch.plans or batch.dropped) or not self.scheduler.has_work
         assert progress, "a batch that does nothing while there is work"
+        admitted = [request for request, _ in batch._admitted]
+        assert not ((batch.swapped_out or batch.dropped) and (batch.resumed or admitted)), (
+            "room is made and taken at once"
+        )
+        assert {row.sample.request for row in batch.rows} >= set(admitted), "admitted before there is budget for it"
         self.move(batch)
         size, budget = self.allocator.block_size, self.scheduler._state.token_budget
         cu, lens, slots = batch.cu_seqlens_q, batch.seq_lens, batch.slot_mapping

@@ -182,6 +182,30 @@ def test_what_moves_is_not_handed_out_before_it_has_moved() -> None:
     engine.finished(requests)
 
 
+def test_as_many_are_preempted_as_it_takes() -> None:
+    """Four of one block each, all about to begin a second, one is free: the last two make room for the first two."""
+    for host, swapped, dropped in ((4, [4, 3], []), (1, [4], [3]), (0, [], [4, 3])):
+        engine = Engine(5, 4, num_host_blocks=host, policy="swap")
+        requests = [engine.scheduler.add(prompt_of(4, i), max_tokens=8) for i in range(4)]
+        engine.step()
+        batch = engine.step()
+        assert ([r.id for r in batch.swapped_out], [r.id for r in batch.dropped]) == (swapped, dropped)
+        engine.run()
+        engine.finished(requests)
+
+
+def test_the_watermark_is_waived_when_nothing_runs() -> None:
+    """A request that has grown into the watermark is preempted: it would never come back otherwise."""
+    for policy in POLICIES:
+        engine = Engine(10, 4, num_host_blocks=10, policy=policy, watermark=0.3)
+        requests = [engine.scheduler.add(prompt_of(p, i), max_tokens=m) for i, (p, m) in enumerate(((3, 30), (24, 17)))]
+        while not (batch := engine.step()).swapped_out + batch.dropped:
+            pass
+        assert len(requests[1].prompt) + len(requests[1].samples[0].tokens) > 7 * 4
+        engine.run()
+        engine.finished(requests)
+
+
 def test_swaps_do_not_hold_up_those_that_have_room() -> None:
     engine = Engine(8, 4, num_host_blocks=8, policy="swap")
     lengths = [9, 12, 5]
@@ -267,6 +291,16 @@ def test_auto_takes_the_cheaper() -> None:
         engine.finished(requests)
         stats = engine.scheduler.stats
         assert stats[cheaper] == 1 == stats["preempted_by_swap"] + stats["preempted_by_recomputation"]
+
+
+def test_costs() -> None:
+    costs = Costs(
+        bytes_per_block=1000, link_bytes_per_second=500.0, transfer_seconds=0.25, prefill_tokens_per_second=40.0
+    )
+    assert costs.swap_seconds(2, 3, 16) == 2 * (2 * 0.25 + 3 * 1000 / 500)
+    assert costs.recompute_seconds(10) == 0.25
+    default = Costs(transfer_seconds=0.0)
+    assert default.swap_seconds(1, 3, 16) == 2 * 3 * 16 * 131072 / 25e9
 
 
 def test_auto_knows_that_a_prefix_held_by_others_is_not_recomputed() -> None:
