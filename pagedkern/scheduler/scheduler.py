@@ -46,6 +46,9 @@ class Scheduler:
     **All or nothing.** A call that raises changes nothing, here or in the allocator. One batch is in flight at a time.
     The scheduler is deterministic, belongs to the thread of its allocator, and moves no memory.
 
+    **Thrashing.** A watermark of the allocator of 1 % or so keeps a request from being taken up only to be preempted
+    when those before it grow.
+
     Args:
         allocator: may be used beside the scheduler (`pin` a system prompt, say), but its sequences are not to be
             touched.
