@@ -14,6 +14,7 @@ import csv
 import json
 import sys
 from collections.abc import Sequence
+from math import sqrt
 from pathlib import Path
 from statistics import fmean
 
@@ -49,7 +50,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     x, y = ranks(a), ranks(b)
     mx, my = fmean(x), fmean(y)
     covariance = sum((p - mx) * (q - my) for p, q in zip(x, y, strict=True))
-    return covariance / (sum((p - mx) ** 2 for p in x) * sum((q - my) ** 2 for q in y)) ** 0.5
+    return covariance / sqrt(sum((p - mx) ** 2 for p in x) * sum((q - my) ** 2 for q in y))
 
 
 def ranks(values: Sequence[float]) -> list[float]:

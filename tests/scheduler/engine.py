@@ -31,7 +31,8 @@ def expected(request: Request) -> list[list[int]]:
     """The tokens of each sample, without any cache."""
     texts = []
     for index in range(len(request.samples)):
-        tokens, new = list(request.prompt), []
+        tokens = list(request.prompt)
+        new: list[int] = []
         while len(new) < request.max_tokens and not (new and new[-1] in request.eos):
             new.append(next_token(values_of(tokens + new)[-1], index))
         texts.append(new)
@@ -100,7 +101,7 @@ class Engine:
         ids, positions = batch.token_ids, batch.positions
         assert len(ids) == len(positions) == len(slots) == batch.num_tokens == cu[-1] <= budget
         assert len(batch.rows) == len(lens) == len(cu) - 1 == batch.num_seqs == len(batch.seqs)
-        table = batch.block_table.tolist() if batch.rows else []
+        table: list[list[int]] = batch.block_table.tolist() if batch.rows else []  # type: ignore[assignment]
         texts = [values_of([*sample.request.prompt, *sample.tokens]) for sample, _, _ in batch.rows]
         for i, (sample, start, end) in enumerate(batch.rows):
             assert (lens[i], cu[i + 1] - cu[i]) == (end, end - start)

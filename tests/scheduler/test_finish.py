@@ -177,7 +177,7 @@ def test_what_moves_is_not_handed_out_before_it_has_moved() -> None:
     assert engine.allocator.num_free_blocks == 3
     batch = engine.step()
     assert [row.sample.request for row in batch.rows] == requests[:1]
-    assert batch.block_table.tolist()[0][3] in moved
+    assert batch.block_table[0, 3] in moved
     engine.run()
     engine.finished(requests)
 
