@@ -13,9 +13,11 @@ from transformers import StaticCache
 
 from pagedkern.errors import InvalidArgument, InvalidType, OutOfBlocks, Unsupported
 from pagedkern.integrations.transformers import generate
-from pagedkern.integrations.transformers.generation import Batch, Inputs, PackedCache, forward
+from pagedkern.integrations.transformers.generation import forward
+from pagedkern.integrations.transformers.run import Inputs, PackedCache
 from pagedkern.integrations.transformers.sampling import Sampling
 from tests.integrations.models import VOCABULARY, prompts, tiny
+from tests.integrations.watched import watch
 
 PROMPTS = prompts((9, 4, 14))
 
@@ -38,40 +40,13 @@ def eager_logits(model: Any, tokens: list[int], count: int) -> Tensor:
     return result
 
 
-class Watched(Batch):
-    """A batch that checks the allocator at every step, and keeps what was planned."""
-
-    def next(self) -> Inputs:
-        inputs = super().next()
-        self.allocator.check()
-        self.copies: list[int] = [*getattr(self, "copies", []), len(self.cache._planned.copies)]
-        return inputs
-
-
-def watch(model: Any, given: list[list[int]], n: int, count: int, sampling: Sampling, eos: Any = ()) -> Watched:
-    """A batch at its end, with poison in every slot that nobody wrote."""
-    cache = PackedCache(model.config, num_blocks=100, block_size=4, backend="reference")
-    like = torch.empty(1, model.config.num_key_value_heads, 1, model.config.head_dim)
-    for pair in map(cache._memory(like, like).layer, range(model.config.num_hidden_layers)):
-        for tensor in pair:
-            tensor.fill_(torch.nan)
-    model.set_attn_implementation("pagedkern")
-    batch = Watched(cache, given, n, count, eos, sampling)
-    with torch.inference_mode():
-        while not batch.finished:
-            logits = forward(model, cache, batch.next())
-            assert torch.isfinite(logits).all()
-            batch.accept(logits)
-    return batch
-
-
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_samples_are_what_eager_logits_make_them(model: Any, n: int) -> None:
     """Each token of each sample follows from eager attention over that sample's own past: forks do not mix."""
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=3)
     batch = watch(model, PROMPTS, n, 12, sampling)
     texts = set()
-    for i, samples in enumerate(batch.samples):
+    for i, samples in enumerate(request.samples for request in batch.requests):
         assert len(samples) == n
         for j, sample in enumerate(samples):
             rows = eager_logits(model, PROMPTS[i] + sample.tokens[:-1], 12)
@@ -120,7 +95,7 @@ def test_a_sample_that_ends_frees_its_blocks(model: Any) -> None:
     stops = [tokens.index(eos) + 1 if eos in tokens else 12 for (tokens,) in free]
     assert min(stops) < max(stops)
     batch = watch(model, PROMPTS, 1, 12, Sampling(), {eos})
-    for (sample,), (tokens,), stop in zip(batch.samples, free, stops, strict=True):
+    for (sample,), (tokens,), stop in zip((request.samples for request in batch.requests), free, stops, strict=True):
         assert sample.tokens == tokens[:stop]
         assert sample.finish_reason == ("stop" if tokens[stop - 1] == eos else "length")
     assert batch.allocator.num_free_blocks == 100
@@ -158,9 +133,11 @@ def test_the_pool_is_as_large_as_needed_and_no_larger(model: Any, block_size: in
     result = run(model, n=n, block_size=block_size)
     exact = run(model, n=n, block_size=block_size, num_blocks=result.blocks_used)
     assert exact.tokens == result.tokens
-    with pytest.raises(OutOfBlocks):
-        run(model, n=n, block_size=block_size, num_blocks=result.blocks_used - 1)
+    assert exact.preempted_by_swap + exact.preempted_by_recomputation == 0
     assert result.bytes_used == result.blocks_used * result.bytes_per_block
+    fewer = run(model, n=n, block_size=block_size, num_blocks=result.blocks_used - 1)
+    assert fewer.tokens == result.tokens
+    assert fewer.blocks_used < result.blocks_used
 
 
 def test_the_contiguous_reservation_is_that_of_a_static_cache(model: Any) -> None:
@@ -210,8 +187,8 @@ def test_the_model_gets_its_attention_back(before: str) -> None:
     llama.set_attn_implementation(before)
     run(llama, max_new_tokens=2)
     assert llama.config._attn_implementation == before
-    with pytest.raises(OutOfBlocks):
-        run(llama, num_blocks=3)
+    with pytest.raises(InvalidArgument, match=r"backend: got 'abacus'"):
+        run(llama, backend="abacus")
     assert llama.config._attn_implementation == before
 
 
@@ -229,7 +206,18 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ([[1]], {"temperature": float("nan")}, InvalidArgument, r"temperature: got nan"),
     ([[1]], {"top_p": 0.0}, InvalidArgument, r"top_p: got 0\.0, accepted is a number in \(0, 1\]"),
     ([[1]], {"backend": "abacus"}, InvalidArgument, r"backend: got 'abacus'"),
-    ([[1] * 9], {"num_blocks": 2}, OutOfBlocks, r"3 blocks needed"),
+    ([[1]], {"num_blocks": 0}, InvalidArgument, r"num_blocks: got 0, accepted is an integer >= 1"),
+    ([[1]], {"max_batch_tokens": 0}, InvalidArgument, r"max_batch_tokens: got 0, accepted is an integer >= 1"),
+    ([[1]], {"policy": "luck"}, InvalidArgument, r"policy: got 'luck', accepted is one of 'swap', 'recompute', 'auto'"),
+    ([[1]], {"costs": 1.0}, InvalidType, r"costs: got float, a Costs is accepted"),
+    ([[1]], {"num_host_blocks": -1}, InvalidArgument, r"num_host_blocks"),
+    ([[1]], {"prefix_caching": 1}, InvalidType, r"prefix_caching: got 1, True or False is accepted"),
+    (
+        [[1], [1] * 9],
+        {"num_blocks": 4},
+        OutOfBlocks,
+        r"num_blocks: got 4, prompts\[1\] of 9 tokens with n=1 and max_new_tokens=12 needs up to 5 for itself",
+    ),
 ]
 
 

@@ -13,6 +13,7 @@ import torch
 
 import pagedkern.integrations.transformers as paged
 from pagedkern.integrations.transformers import generation
+from pagedkern.integrations.transformers.run import Inputs, PackedCache, Run, most_blocks
 from pagedkern.integrations.transformers.sampling import Sampling
 from tests.integrations.conftest import NEW_TOKENS, Judge
 from tests.integrations.fan import Fan
@@ -40,9 +41,9 @@ def test_generate(judge: Judge) -> None:
     """The loop of `generate`, for every backend and block size: equal tokens, close logits, every block given back."""
     batches = []
     for backend, size in CONFIGURATIONS:
-        blocks = sum(generation._most_blocks(len(prompt), 1, NEW_TOKENS, size) for prompt in judge.prompts)
-        cache = generation.PackedCache(judge.model.config, num_blocks=blocks, block_size=size, backend=backend)
-        batches.append(generation.Batch(cache, judge.prompts, 1, NEW_TOKENS, (), Sampling()))
+        blocks = sum(most_blocks(len(prompt), 1, NEW_TOKENS, size) for prompt in judge.prompts)
+        cache = PackedCache(judge.model.config, num_blocks=blocks, block_size=size, backend=backend)
+        batches.append(Run(cache, judge.prompts, 1, NEW_TOKENS, (), Sampling()))
     worst = [0.0] * len(batches)
     judge.model.set_attn_implementation(paged.NAME)
     with torch.inference_mode():
@@ -50,7 +51,7 @@ def test_generate(judge: Judge) -> None:
             inputs = [batch.next() for batch in batches]
             sizes = [len(x.ids) for x in inputs]
             offsets = itertools.accumulate(sizes, initial=0)
-            together = generation.Inputs(
+            together = Inputs(
                 [token for x in inputs for token in x.ids],
                 [position for x in inputs for position in x.positions],
                 [offset + last for offset, x in zip(offsets, inputs, strict=False) for last in x.last],
@@ -61,7 +62,7 @@ def test_generate(judge: Judge) -> None:
                 worst[i] = max(worst[i], float((part - judge.logits[:, step]).abs().max()))
                 batch.accept(part)
     for configuration, batch, error in zip(CONFIGURATIONS, batches, worst, strict=True):
-        assert [samples[0].tokens for samples in batch.samples] == judge.tokens.tolist(), configuration
+        assert [samples[0] for samples in batch.tokens] == judge.tokens.tolist(), configuration
         assert error < CLOSE, configuration
         assert batch.finished, configuration
         batch.allocator.check()

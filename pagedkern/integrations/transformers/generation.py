@@ -1,139 +1,24 @@
-"""`generate`: prompts of different lengths as one packed batch on a paged cache, without padding."""
+"""`generate`: prompts of different lengths on a paged cache, batched continuously and without padding."""
 
 from __future__ import annotations
 
 import inspect
-import time
-from collections import Counter
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from random import Random
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedkern import Sequence, Step
 from pagedkern.errors import InvalidArgument, InvalidType, Unsupported
 from pagedkern.integrations.transformers.attention import NAME
 from pagedkern.integrations.transformers.result import Completion, GenerationResult
+from pagedkern.integrations.transformers.run import MAX_BATCH_TOKENS, Inputs, PackedCache, Run, most_blocks
 from pagedkern.integrations.transformers.sampling import Sampling
-from pagedkern.integrations.transformers.store import Forward, PagedStore, count
-
-
-class PackedCache(PagedStore):
-    """The cache of a batch without padding: one row, in which the new tokens of all sequences stand one after another.
-
-    To which sequences they belong, the step says that is given to `plan` before each forward pass.
-    """
-
-    _planned: Step | None = None
-
-    def plan(self, step: Step) -> None:
-        """The next forward pass is this step of `self.allocator`."""
-        self._planned = step
-
-    def _begin(self, batch: int, length: int, visible: Tensor | None) -> Forward:
-        step, self._planned = self._planned, None
-        if step is None or visible is not None or (batch, length) != (1, step.num_tokens):
-            raise InvalidArgument(
-                f"input_ids: got [{batch}, {length}], accepted is what was planned, without a mask: "
-                f"{step and [1, step.num_tokens]}"
-            )
-        return Forward((batch, length), step, None)
-
-
-class Inputs(NamedTuple):
-    """A packed forward pass of T tokens after which S logits are wanted."""
-
-    ids: list[int]  # [T]
-    positions: list[int]  # [T]
-    last: list[int]  # [S], places of the tokens whose logits are wanted
-
-
-@dataclass(eq=False)
-class Sample:
-    """One sequence being generated."""
-
-    prompt: int
-    seq: Sequence
-    random: Random
-    tokens: list[int] = field(default_factory=list)  # the new ones
-    finish_reason: str = ""  # empty while it goes on
-
-
-class Batch:
-    """The sequences of one `generate` call: what to run next, and what to do with the logits. It holds no model.
-
-    `while not batch.finished: batch.accept(forward(batch.next()))`
-    """
-
-    def __init__(
-        self,
-        cache: PackedCache,
-        prompts: List[List[int]],
-        n: int,
-        max_new_tokens: int,
-        eos: Collection[int],
-        sampling: Sampling,
-    ) -> None:
-        self.cache, self.allocator = cache, cache.allocator
-        self.prompts, self.n, self.max_new_tokens, self.eos, self.sampling = prompts, n, max_new_tokens, eos, sampling
-        self.samples: list[list[Sample]] = []  # [prompt][sample]
-        self.blocks_used = self.blocks_shared = self.blocks_saved = 0
-        with self.allocator.transaction():
-            self._new = [self.allocator.create(tokens) for tokens in prompts]  # not yet computed
-
-    @property
-    def live(self) -> list[Sample]:
-        """Samples that go on; none before the prompts have been computed."""
-        return [sample for samples in self.samples for sample in samples if not sample.finish_reason]
-
-    @property
-    def finished(self) -> bool:
-        return not self._new and not self.live
-
-    def next(self) -> Inputs:
-        """Plan the next forward pass: all prompts, then one token of each live sample."""
-        if self._new:
-            step = self.allocator.prefill(self._new)
-            ids = [token for prompt in self.prompts for token in prompt]
-        else:
-            live = self.live
-            ids = [sample.tokens[-1] for sample in live]
-            step = self.allocator.append([sample.seq for sample in live], ids)
-            if len(live[0].tokens) == 1:  # the first step after the prompts: later steps share no more than this one
-                self._count_shared(live)
-        self.cache.plan(step)
-        self.blocks_used = max(self.blocks_used, self.allocator.num_blocks - self.allocator.num_free_blocks)
-        ends, starts = step.seq_lens, step.cu_seqlens_q
-        positions = [p for i, end in enumerate(ends) for p in range(end - (starts[i + 1] - starts[i]), end)]
-        return Inputs(ids, positions, [start - 1 for start in starts[1:]])
-
-    def accept(self, logits: Tensor) -> None:
-        """Take the logits [S, vocabulary] of the forward pass that `next` planned, which has run."""
-        if self._new:
-            for i, seq in enumerate(self._new):
-                seqs = [seq, *self.allocator.fork(seq, self.n - 1)] if self.n > 1 else [seq]
-                self.samples.append([Sample(i, s, self.sampling.generator(i, j)) for j, s in enumerate(seqs)])
-            self._new = []
-            logits = logits.repeat_interleave(self.n, 0)
-        live = self.live
-        for sample, token in zip(live, self.sampling.choose(logits, [s.random for s in live]), strict=True):
-            sample.tokens.append(token)
-            if token in self.eos:
-                sample.finish_reason = "stop"
-            elif len(sample.tokens) == self.max_new_tokens:
-                sample.finish_reason = "length"
-            if sample.finish_reason:
-                self.allocator.free(sample.seq)
-
-    def _count_shared(self, live: list[Sample]) -> None:
-        owners = Counter(block for sample in live for block in sample.seq.block_ids)
-        self.blocks_shared = sum(count > 1 for count in owners.values())
-        self.blocks_saved = owners.total() - len(owners)
+from pagedkern.integrations.transformers.store import PagedStore, bytes_per_block, count
+from pagedkern.scheduler import Costs
 
 
 def generate(
@@ -152,11 +37,18 @@ def generate(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
     layout: str = "HND",
+    num_host_blocks: int | None = None,
+    policy: str = "auto",
+    costs: Costs | None = None,
+    max_batch_tokens: int = MAX_BATCH_TOKENS,
+    prefix_caching: bool = True,
 ) -> GenerationResult:
-    """Complete prompts of any lengths in one paged batch; each prompt is computed once for all of its samples.
+    """Complete prompts of any lengths and any number; each prompt is computed once for all of its samples.
 
     The model is switched to `attn_implementation="pagedkern"` for the duration of the call. A sample that has ended
-    gives its blocks back at once.
+    gives its blocks back at once, to prompts that wait. When blocks are lacking, the last prompt that was taken up is
+    preempted and resumed later (`pagedkern.scheduler.Scheduler`). What is said stays the same, up to the rounding of
+    the model's own sums, which may depend on the shape of the batch.
 
     Args:
         model: a causal language model of transformers, in evaluation mode, on one device.
@@ -166,16 +58,24 @@ def generate(
         max_new_tokens: most new tokens of a sample, >= 1.
         temperature, top_p, seed: as in `Sampling`; temperature 0 takes the likeliest token.
         eos_token_id: tokens that end a sample; None: those of `model.generation_config`; (): none.
-        num_blocks: size of the pool; None: as many as the batch can need at most.
+        num_blocks: size of the pool; None: as many as all prompts together can need at most.
         block_size, dtype, backend, layout: as in `PagedCache`.
+        num_host_blocks: blocks in host memory for what is swapped out; None: `num_blocks`, or 0 where `policy` or the
+            size of the pool makes them useless.
+        policy: how to preempt: "swap", "recompute" (also what "swap" does where the host has no room), or "auto": the
+            cheaper of the two by `costs`.
+        costs: what "auto" reckons with; its `bytes_per_block` may be left out.
+        max_batch_tokens: most tokens of one forward pass, >= 1; longer prompts are computed in chunks.
+        prefix_caching: whether prompts share the blocks of a beginning that was computed for an earlier one.
 
     Raises:
         InvalidArgument (InvalidType): an argument that is not accepted.
         Unsupported: a model that a paged cache cannot serve.
-        OutOfBlocks: the pool is too small for the batch.
+        OutOfBlocks: the pool is too small for one of the prompts alone.
     """
     ids = _token_ids(prompts, tokenizer)
-    for name, value in (("n", n), ("max_new_tokens", max_new_tokens), ("block_size", block_size)):
+    numbers = {"n": n, "max_new_tokens": max_new_tokens, "block_size": block_size, "max_batch_tokens": max_batch_tokens}
+    for name, value in numbers.items():
         count(name, value)
     if model.training:
         raise InvalidArgument("model: got one in training mode, accepted is one in evaluation mode: call model.eval()")
@@ -183,18 +83,38 @@ def generate(
         eos_token_id = model.generation_config.eos_token_id
     eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
     sampling = Sampling(temperature, top_p, seed)
-    if num_blocks is None:
-        num_blocks = sum(_most_blocks(len(prompt), n, max_new_tokens, block_size) for prompt in ids)
+    most = sum(most_blocks(len(prompt), n, max_new_tokens, block_size) for prompt in ids)
+    num_blocks = most if num_blocks is None else count("num_blocks", num_blocks)
+    if num_host_blocks is None:
+        num_host_blocks = num_blocks if num_blocks < most and policy != "recompute" else 0
     cache = PackedCache(
-        model.config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, backend=backend, layout=layout
+        model.config,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        dtype=dtype,
+        backend=backend,
+        layout=layout,
+        num_host_blocks=num_host_blocks,
+        prefix_caching=prefix_caching,
     )
-    batch = Batch(cache, ids, n, max_new_tokens, eos, sampling)
-    clock = [time.perf_counter()]
+    costs = Costs() if costs is None else costs
+    if isinstance(costs, Costs) and costs.bytes_per_block is None:
+        costs = replace(costs, bytes_per_block=bytes_per_block(model.config, block_size, dtype or model.dtype))
+    run = Run(
+        cache,
+        ids,
+        n,
+        max_new_tokens,
+        eos,
+        sampling,
+        max_batch_tokens=max_batch_tokens,
+        policy=policy,
+        costs=costs,
+    )
     with _attention_of(model), torch.inference_mode():
-        while not batch.finished:
-            batch.accept(forward(model, cache, batch.next()))  # reads tokens back, so the clock sees finished work
-            clock.append(time.perf_counter())
-    return _result(batch, tokenizer, clock)
+        while not run.finished:
+            run.accept(forward(model, cache, run.next()))
+    return _result(run, tokenizer, n * (max(map(len, ids)) + max_new_tokens))
 
 
 def forward(model: Any, cache: PagedStore, inputs: Inputs) -> Tensor:
@@ -202,7 +122,7 @@ def forward(model: Any, cache: PagedStore, inputs: Inputs) -> Tensor:
     accepted = inspect.signature(model.forward).parameters
     if "position_ids" not in accepted:
         raise Unsupported(f"model: {type(model).__name__}.forward takes no position_ids, which a packed batch needs")
-    last = torch.tensor(inputs.last, device=model.device)
+    last = torch.tensor(inputs.last, dtype=torch.int64, device=model.device)  # may be empty
     options: dict[str, Any] = {"cache" if "cache" in accepted else "past_key_values": cache}
     if "logits_to_keep" in accepted:
         options["logits_to_keep"] = last
@@ -245,43 +165,37 @@ def _token_ids(prompts: List[str] | List[List[int]], tokenizer: Any) -> list[lis
     return result
 
 
-def _most_blocks(length: int, n: int, max_new_tokens: int, block_size: int) -> int:
-    """Blocks that n samples of a prompt take at most: its full blocks once, the rest for each.
-
-    The last token of a sample is never stored."""
-    shared = length // block_size
-    return shared + n * (-(-(length + max_new_tokens - 1) // block_size) - shared)
-
-
-def _result(batch: Batch, tokenizer: Any, clock: list[float]) -> GenerationResult:
-    kv = batch.cache.kv
+def _result(run: Run, tokenizer: Any, contiguous: int) -> GenerationResult:
+    """`contiguous`: tokens that a contiguous cache reserves for one prompt."""
+    kv = run.cache.kv
     assert kv is not None  # the prompts have been computed
     completions = [
         [
             Completion(
-                sample.prompt,
+                i,
                 sample.tokens,
                 None if tokenizer is None else tokenizer.decode(sample.tokens, skip_special_tokens=True),
-                sample.finish_reason,
+                sample.finish_reason or "",
             )
-            for sample in samples
+            for sample in request.samples
         ]
-        for samples in batch.samples
+        for i, request in enumerate(run.requests)
     ]
-    new_tokens = sum(len(c.tokens) for samples in completions for c in samples)
-    rows = len(batch.prompts) * batch.n
-    columns = max(map(len, batch.prompts)) + batch.max_new_tokens
+    stats = run.scheduler.stats
     return GenerationResult(
         completions=completions,
-        prompt_tokens=sum(map(len, batch.prompts)),
-        new_tokens=new_tokens,
-        prefill_seconds=clock[1] - clock[0],
-        decode_seconds=clock[-1] - clock[1],
-        decode_tokens=new_tokens - rows,
+        prompt_tokens=sum(len(request.prompt) for request in run.requests),
+        new_tokens=sum(len(c.tokens) for samples in completions for c in samples),
+        prefill_seconds=run.prefill_seconds,
+        decode_seconds=run.decode_seconds,
+        decode_tokens=run.decode_tokens,
         block_size=kv.block_size,
-        blocks_used=batch.blocks_used,
-        blocks_shared=batch.blocks_shared,
-        blocks_saved=batch.blocks_saved,
+        blocks_used=run.blocks_used,
+        blocks_shared=run.blocks_shared,
+        blocks_saved=run.blocks_saved,
         bytes_per_block=kv.bytes_per_block,
-        bytes_contiguous=rows * columns * (kv.bytes_per_block // kv.block_size),
+        bytes_contiguous=len(run.requests) * contiguous * (kv.bytes_per_block // kv.block_size),
+        preempted_by_swap=stats["preempted_by_swap"],
+        preempted_by_recomputation=stats["preempted_by_recomputation"],
+        tokens_recomputed=stats["tokens_recomputed"],
     )

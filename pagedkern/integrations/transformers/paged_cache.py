@@ -118,8 +118,12 @@ class PagedCache(PagedStore):
             )
         return host[:, past:]
 
-    def _end(self) -> None:
+    def _end(self, forward: Forward) -> None:
+        self.allocator.commit(forward.step)
         self._visible = self._pending
+
+    def _undo(self, forward: Forward) -> None:
+        self.allocator.abort(forward.step)
 
     # What `generate` does to a cache between forward passes.
 

@@ -24,17 +24,20 @@ class GenerationResult:
     """
 
     completions: list[list[Completion]]  # [prompt][sample]
-    prompt_tokens: int  # of all prompts; each was computed once, however many samples it has
+    prompt_tokens: int  # of all prompts; each is computed once for all of its samples, but for preemptions
     new_tokens: int  # of all samples
-    prefill_seconds: float  # up to the first token of every sample
-    decode_seconds: float  # all later tokens
-    decode_tokens: int  # tokens that came out of decode steps
+    prefill_seconds: float  # forward passes that computed prompts, or computed tokens again
+    decode_seconds: float  # those that computed one new token for each sample, and nothing else
+    decode_tokens: int  # tokens that came out of the latter
     block_size: int  # tokens
     blocks_used: int  # most blocks in use at one time
-    blocks_shared: int  # blocks that more than one sample owned when all had begun to write
-    blocks_saved: int  # how many more blocks the same samples would have owned then without sharing
+    blocks_shared: int  # most blocks that more than one sample owned at one time, while writing
+    blocks_saved: int  # how many more blocks the samples would have owned at one time without sharing, at most
     bytes_per_block: int  # K and V of all layers
     bytes_contiguous: int
+    preempted_by_swap: int  # how often a prompt with its samples had to go to host memory
+    preempted_by_recomputation: int  # how often one had to give its blocks up
+    tokens_recomputed: int  # tokens computed again for that reason
 
     @property
     def tokens_per_second(self) -> float:

@@ -1,4 +1,4 @@
-"""What both caches of this integration share: one allocator and one KVCache for all layers, one step a forward pass."""
+"""What both caches of this integration share: one allocator, one KVCache for all layers, one step a forward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from pagedkern import BlockAllocator, KVCache, Step, paged_attention, write_kv
+from pagedkern import BlockAllocator, KVCache, paged_attention, write_kv
+from pagedkern.cache import StepInputs
 from pagedkern.errors import InvalidArgument, Unsupported
 from pagedkern.integrations.transformers.attention import NAME, Scores, mark
 
@@ -17,26 +18,22 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class Forward:
-    """A forward pass through the model, from its first layer's attention to its last one's: one step of the allocator.
-
-    S sequences, T tokens, W columns of the block table.
+    """A forward pass through the model, from its first layer's attention to its last one's: one step of the allocator,
+    or one batch of the scheduler. S sequences, T tokens.
     """
 
-    def __init__(self, shape: tuple[int, int], step: Step, tokens: Tensor | None) -> None:
+    inputs: StepInputs
+
+    def __init__(self, shape: tuple[int, int], step: Any, tokens: Tensor | None) -> None:
         self.shape = shape  # batch, Q
-        self.step = step
+        self.step = step  # a Step of the allocator or a Batch of the scheduler
         self.tokens = tokens  # int64 [T], where the step's tokens are in the flattened batch; None: it has no padding
         self.done: set[int] = set()  # layers that have run
 
-    def upload(self, device: torch.device) -> None:
-        """Put what the kernels read on their device; on a CPU the tensors are the step's own buffers."""
-        step = self.step
-        table = torch.frombuffer(step.block_table, dtype=torch.int32).view(step.num_seqs, -1)
-        self.block_table = table.to(device)  # int32 [S, W]
-        self.seq_lens = torch.frombuffer(step.seq_lens, dtype=torch.int32).to(device)  # [S]
-        self.cu_seqlens_q = torch.frombuffer(step.cu_seqlens_q, dtype=torch.int32).to(device)  # [S+1]
-        self.slot_mapping = torch.frombuffer(step.slot_mapping, dtype=torch.int64).to(device)  # [T]
-        self.tokens = None if self.tokens is None else self.tokens.to(device)
+    def upload(self, kv: KVCache) -> None:
+        """Put what the kernels read on the device of the cache; on a CPU the tensors are the step's own buffers."""
+        self.inputs = kv.inputs(self.step)
+        self.tokens = None if self.tokens is None else self.tokens.to(kv.device)
 
     def pack(self, x: Tensor) -> Tensor:
         """[batch, heads, Q, D] -> [T, heads, D]. Without padding a view, if the heads were split off a projection."""
@@ -112,9 +109,13 @@ class PagedStore(Cache):
         layout: str = "HND",
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
+        num_host_blocks: int = 0,
+        prefix_caching: bool = False,
     ) -> None:
         super().__init__(layers=[PagedLayer(self, i) for i in range(num_layers(config))])
-        self.allocator = BlockAllocator(num_blocks, block_size, prefix_caching=False)
+        self.allocator = BlockAllocator(
+            num_blocks, block_size, num_host_blocks=num_host_blocks, prefix_caching=prefix_caching
+        )
         self.kv: KVCache | None = None
         self.backend = backend
         self._dtype = dtype
@@ -132,8 +133,13 @@ class PagedStore(Cache):
     def _begin(self, batch: int, length: int, visible: Tensor | None) -> Forward:
         """The step of a forward pass of `batch` rows and `length` tokens each."""
 
-    def _end(self) -> None:
-        """The forward pass has run through all layers and its step is committed."""
+    @abstractmethod
+    def _end(self, forward: Forward) -> None:
+        """The forward pass has run through all layers."""
+
+    @abstractmethod
+    def _undo(self, forward: Forward) -> None:
+        """The forward pass did not get through its last layer's attention."""
 
     def announce(self, index: int) -> None:
         """A layer has new K and V; its attention has to come next."""
@@ -163,7 +169,7 @@ class PagedStore(Cache):
             if self._forward is None or index in self._forward.done:
                 self.roll_back()
                 self._forward = self._begin(*shape, visible)
-                self._forward.upload(query.device)
+                self._forward.upload(kv)
                 kv.apply(self._forward.step)
             forward = self._forward
             if forward.shape != shape:
@@ -177,8 +183,7 @@ class PagedStore(Cache):
         forward.done.add(index)
         if len(forward.done) == len(self.layers):
             self._forward = None
-            self.allocator.commit(forward.step)
-            self._end()
+            self._end(forward)
         return forward.unpack(out)
 
     def _run(
@@ -186,12 +191,13 @@ class PagedStore(Cache):
     ) -> Tensor:
         """One layer: [T, heads, head_dim_v]."""
         k_cache, v_cache = caches
+        inputs = forward.inputs
         write_kv(
             forward.pack(key),
             forward.pack(value),
             k_cache,
             v_cache,
-            forward.slot_mapping,
+            inputs.slot_mapping,
             backend=self.backend,
             k_scale=self._k_scale,
             v_scale=self._v_scale,
@@ -200,10 +206,10 @@ class PagedStore(Cache):
             forward.pack(query),
             k_cache,
             v_cache,
-            forward.block_table,
-            forward.seq_lens,
-            cu_seqlens_q=forward.cu_seqlens_q,
-            max_seqlen_q=forward.step.max_seqlen_q,
+            inputs.block_table,
+            inputs.seq_lens,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            max_seqlen_q=inputs.max_seqlen_q,
             backend=self.backend,
             scale=scores.scale,
             sliding_window=scores.sliding_window,
@@ -215,25 +221,25 @@ class PagedStore(Cache):
 
     def _memory(self, key: Tensor, value: Tensor) -> KVCache:
         if self.kv is None:
-            with torch.inference_mode(False):  # else it could be written in inference mode only
-                self.kv = KVCache(
-                    len(self.layers),
-                    self.allocator.num_blocks,
-                    self.allocator.block_size,
-                    key.shape[1],
-                    key.shape[3],
-                    dtype=key.dtype if self._dtype is None else self._dtype,
-                    device=key.device,
-                    layout=self._layout,
-                    head_dim_v=value.shape[3],
-                )
+            self.kv = KVCache(
+                len(self.layers),
+                self.allocator.num_blocks,
+                self.allocator.block_size,
+                key.shape[1],
+                key.shape[3],
+                dtype=key.dtype if self._dtype is None else self._dtype,
+                device=key.device,
+                layout=self._layout,
+                head_dim_v=value.shape[3],
+                num_host_blocks=self.allocator.num_host_blocks,
+            )
         return self.kv
 
     def roll_back(self) -> None:
         """Undo a forward pass that did not get through its last layer's attention, if there is one."""
         forward, self._forward = self._forward, None
         if forward is not None:
-            self.allocator.abort(forward.step)
+            self._undo(forward)
 
 
 def num_layers(config: Any) -> int:
@@ -248,6 +254,14 @@ def num_layers(config: Any) -> int:
             "whose layers have their own"
         )
     return int(text.num_hidden_layers)
+
+
+def bytes_per_block(config: Any, block_size: int, dtype: torch.dtype) -> int:
+    """Of K and V in all layers, before a layer has shown them: what the usual names of a configuration say."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(2 * num_layers(config) * block_size * heads * head_dim * dtype.itemsize)
 
 
 def count(name: str, value: object) -> int:
