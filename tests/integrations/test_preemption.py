@@ -14,11 +14,11 @@ from tests.integrations.watched import watch
 
 PROMPTS = prompts((9, 4, 14, 7, 11, 5, 8, 13))  # 12 new tokens: 4 to 7 blocks of 4 tokens for each, 43 for all
 NUM_BLOCKS = 15
-EITHER = {  # what makes "auto" choose now this, now that, for n samples: few tokens are computed again, many swapped
-    n: Costs(bytes_per_block=1, transfer_seconds=seconds, prefill_tokens_per_second=1.0) for n, seconds in ((1, 4), (3, 2))
+# What makes "auto" choose now this, now that, for 1 and 3 samples: few tokens are computed again, many are swapped.
+EITHER = {
+    n: Costs(bytes_per_block=1, transfer_seconds=seconds, prefill_tokens_per_second=1.0)
+    for n, seconds in ((1, 4.0), (3, 2.0))
 }
-    bytes_per_block=1, transfer_seconds=5.0, prefill_tokens_per_second=1.0
-)  # up to 10 tokens a sample: recompute
 SAMPLING = Sampling(temperature=0.8, top_p=0.9, seed=3)
 KINDS = {  # what the policy is given: (preempted by swap?, by recomputation?)
     "swap": ({"policy": "swap", "num_host_blocks": 60}, (True, False)),
