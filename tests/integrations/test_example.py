@@ -12,6 +12,8 @@ import pytest
 from examples import generate as example
 from tests.integrations.conftest import Judge
 
+pytestmark = pytest.mark.xdist_group("the real model")
+
 FILE = Path(example.__file__)
 
 

@@ -12,7 +12,7 @@ from pagedkern.scheduler import Costs
 from tests.integrations.models import prompts, tiny
 from tests.integrations.watched import watch
 
-PROMPTS = prompts((9, 4, 14, 7, 11, 5, 8, 13))  # 12 new tokens: 4 to 7 blocks of 4 tokens for each, 43 for all
+PROMPTS = prompts((9, 4, 14, 7, 11, 5, 8, 13))  # 12 new tokens: 4 to 7 blocks of 4 tokens for each, 42 for all
 NUM_BLOCKS = 15
 # What makes "auto" choose now this, now that, for 1 and 3 samples: few tokens are computed again, many are swapped.
 EITHER = {
