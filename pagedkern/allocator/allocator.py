@@ -129,7 +129,7 @@ class BlockAllocator:
         if need > self.num_blocks - self._reserve:
             return Verdict.NEVER
         root = core.prefix.peek_root(tenant(salt))
-        hits = [b for b in core.prefix.match(root, core.prefix.chunks(ids.tobytes())) if b >= 0] if shares else []
+        hits = [b for b in core.prefix.match(root, ids.tobytes()) if b >= 0] if shares else []
         free = core.pool.num_free - core.pool.num_idle_of(hits)
         return Verdict.OK if need - len(hits) + self._reserve <= free else Verdict.LATER
 

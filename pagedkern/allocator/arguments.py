@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable
 from operator import index
@@ -30,6 +31,21 @@ def unpacked(tokens: Any) -> Any:
     return tokens.tolist() if hasattr(tokens, "tolist") and not isinstance(tokens, array) else tokens
 
 
+_HIGH_BYTE = 7 if sys.byteorder == "little" else 0
+
+
+def packed(tokens: Any) -> array[int]:
+    """`array("q", tokens)`, in a third of the time for a list or tuple without negative ids."""
+    if isinstance(tokens, (list, tuple)):
+        try:
+            data = array("Q", tokens).tobytes()
+        except (TypeError, OverflowError):
+            return array("q", tokens)
+        if data[_HIGH_BYTE::8].isascii():  # all below 2**63, where both types have the same bytes
+            return array("q", data)
+    return array("q", tokens)
+
+
 def token_ids(name: str, tokens: Tokens) -> array[int]:
     """The ids as a new array of int64. O(n), a copy of memory if they come as `array('q')`."""
     if type(tokens) is array and tokens.typecode == "q":
@@ -38,7 +54,7 @@ def token_ids(name: str, tokens: Tokens) -> array[int]:
     if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
         raise InvalidType(f"{name}: got {type(tokens).__name__}, a list or array of token ids is accepted")
     try:
-        return array("q", tokens)
+        return packed(tokens)
     except TypeError as error:
         raise InvalidType(f"{name}: token ids must be integers ({error})") from None
     except OverflowError:
@@ -58,7 +74,7 @@ def single_ids(tokens: object, count: int) -> array[int] | None:
     if not isinstance(tokens, (list, tuple, array)) or len(tokens) != count:
         return None
     try:
-        return array("q", tokens)
+        return packed(tokens)
     except (TypeError, OverflowError):
         return None
 

@@ -171,7 +171,7 @@ def _check_cohort(cohort: Cohort) -> None:
         _expect(seq._cohort is cohort and seq._row == row, f"{name}: is not in this cohort")
         _expect(len(seq._blocks) == -(-length // size), f"{name}: {len(seq._blocks)} blocks for {length} tokens")
         entries = table.entries[row * table.width : (row + 1) * table.width]
-        _expect(entries[: len(seq._blocks)] == seq._blocks, f"{name}: the block table is not up to date")
+        _expect(entries[: len(seq._blocks)].tolist() == seq._blocks, f"{name}: the block table is not up to date")
         _expect(set(entries[len(seq._blocks) :]) <= {-1}, f"{name}: garbage in the block table")
         last = seq._blocks[-1]
         _expect(slots[row] == last * size + (length - 1) % size, f"{name}: slot {slots[row]} is not in block {last}")

@@ -131,7 +131,7 @@ class Cohort:
         step.cu_seqlens_q = self._cu_seqlens_q
         step.num_tokens = rows
         step.max_seqlen_q = 1
-        step.block_table = table.view
+        step._table = table.view
         step.base = table.step or None
         step.changed_rows = entering if table.step else range(rows)
         table.step = step.id

@@ -53,7 +53,7 @@ class Core:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def add(self, blocks: array[int], tokens: array[int], length: int) -> Sequence:
+    def add(self, blocks: list[int], tokens: array[int], length: int) -> Sequence:
         """A new live sequence. Its blocks have been taken or retained for it."""
         self.last_seq += 1
         seq = Sequence(self.owner, self.last_seq, blocks, tokens, length)
@@ -91,7 +91,8 @@ class Core:
         if seq._state not in states:
             accepted = " or ".join(state.value for state in states)
             raise StaleSequence(f"{name}: sequence {seq.id} is {seq.state}, accepted is one that is {accepted}")
-        self.detach(seq)
+        if seq._cohort is not None:
+            self.detach(seq)
         self.undo.append((seq._restore, seq._saved()))
         return seq
 
@@ -187,7 +188,7 @@ class Core:
         self.pool.seal(b, num_tokens)
         plan._seals.append((b, num_tokens))
 
-    def give_up(self, seq: Sequence, blocks: array[int], *plans: Plan) -> None:
+    def give_up(self, seq: Sequence, blocks: list[int], *plans: Plan) -> None:
         """Release blocks of a sequence, behind the fences of the plans that read or write them."""
         pool = self.pool_of(seq)
         for plan in (*seq._pending, *plans):
@@ -207,9 +208,9 @@ class Core:
         """Enter the full, computed blocks of a sequence that has been swapped out into the host's index."""
         size = self.block_size
         full = min(seq._computed, len(seq._tokens)) // size
-        blocks = seq._blocks[:full].tolist()
+        blocks = seq._blocks[:full]
         if full and seq._root and min(blocks) >= 0:
-            self.host.prefix.insert(seq._root, self.prefix.chunks(seq._tokens[: full * size].tobytes()), blocks)
+            self.host.prefix.insert(seq._root, seq._tokens[: full * size].tobytes(), blocks)
 
     def cache(self, seq: Sequence) -> None:
         """Enter the full, computed blocks that the prefix cache does not know yet. O(those blocks)."""
@@ -217,17 +218,13 @@ class Core:
         full = min(seq._computed, len(seq._tokens)) // size
         if full <= start or not seq._root or seq._arriving:
             return
-        blocks = seq._blocks[start:full].tolist()
-        behind = seq._blocks[start - 1] if start else 0
-        if behind < 0 or min(blocks) < 0:  # the window has passed: nobody can say any more what these blocks follow
+        blocks = seq._blocks[start:full]
+        behind = seq._blocks[start - 1] if start else blocks[0]
+        if behind < 0:  # the window has passed: nobody can say any more what these blocks follow
             seq._root = 0
             return
         parent = self.prefix.node_of(behind) if start else seq._root
-        chunks = seq._chunks[start:full]
-        if len(chunks) < full - start:
-            chunks = self.prefix.chunks(seq._tokens[start * size : full * size].tobytes())
-        self.prefix.insert(parent, chunks, blocks, new=start >= seq._private)
-        if full >= len(seq._chunks):
-            seq._chunks = ()
+        data = seq._tokens[start * size : full * size].tobytes()
+        self.prefix.insert(parent, data, blocks, new=start >= seq._private)
         seq._registered = full
         seq._private = max(seq._private, full)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pagedkern.allocator.idle import IdleQueue
 from pagedkern.allocator.prefix import PrefixIndex
-from pagedkern.allocator.run import Key
+from pagedkern.allocator.run import Key, Run
 from pagedkern.allocator.undo import UndoLog
 from pagedkern.errors import OutOfBlocks
 
@@ -35,6 +35,7 @@ class BlockPool:
         "_blank",
         "_idle",
         "_level",
+        "_top",
         "_undo",
         "arriving",
         "holds",
@@ -64,6 +65,7 @@ class BlockPool:
         self._idle = tuple(IdleQueue() for _ in range(PRIORITIES))
         self._level: dict[int, int] = {}  # level of the blocks that were released at another level than 0
         self._undo = undo
+        self._top = 0  # no level above it has ever been used
         self.num_idle = 0  # free blocks whose contents are cached
         self.num_evicted = 0  # so far
         self.least_free = num_blocks  # so far
@@ -92,13 +94,15 @@ class BlockPool:
             return []
         if count > len(blank) and count > self.num_free:
             raise OutOfBlocks(f"{self.name} blocks: {count} needed, {self.num_free} of {self.num_blocks} free")
-        kept = max(0, len(blank) - count)
-        blocks = blank[kept:]
-        blocks.reverse()
-        del blank[kept:]
-        for b in blocks:
-            self.refs[b] = 1
-        self._undo.append((self._untake, (blocks,)))
+        blocks: list[int] = []
+        if blank:
+            kept = max(0, len(blank) - count)
+            blocks = blank[kept:]
+            blocks.reverse()
+            del blank[kept:]
+            for b in blocks:
+                self.refs[b] = 1
+            self._undo.append((self._untake, (blocks,)))
         if len(blocks) < count:
             blocks = blocks + self._evict(count - len(blocks))
         if len(blank) + self.num_idle < self.least_free:
@@ -118,8 +122,9 @@ class BlockPool:
                 taken += self._pop(queue, part)
             if len(taken) == count:
                 break
+        refs = self.refs
         for b in taken:
-            self.refs[b] = 1
+            refs[b] = 1
         self.num_evicted += len(taken)
         self._undo.append((self._unevict, (taken,)))
         self.prefix.remove(taken)
@@ -172,14 +177,14 @@ class BlockPool:
         self._idle[level].unremove(blocks)
         self.num_idle += len(blocks)
 
-    def release(self, blocks: Sequence[int], level: int = 0) -> None:
+    def release(self, blocks: list[int], level: int = 0) -> None:
         """Take one owner from each block, in the order of a table: entries of -1 are passed over.
 
         Blocks that nobody owns any more become free, the last of them the least recently used: tails before heads.
         """
         refs, keys, holds = self.refs, self.prefix.keys, self.holds
-        owned = list(reversed(blocks))
-        if -1 in owned:
+        owned = blocks[::-1]
+        if owned and owned[-1] < 0:  # only the first entries of a table can be
             owned = [b for b in owned if b >= 0]
         if not holds and list(map(refs.__getitem__, owned)).count(1) == len(owned):  # nobody else owns any: in bulk
             for b in owned:
@@ -191,8 +196,12 @@ class BlockPool:
                 refs[b] -= 1
             self._undo.append((self._unrelease, (owned,)))
             free = [b for b in dict.fromkeys(owned) if not refs[b] and b not in holds]
-        idle = [b for b in free if keys[b] is not None]
-        blank = [b for b in free if keys[b] is None] if len(idle) < len(free) else []
+        run = keys[free[-1]] if free else None
+        if type(run) is Run and run.blocks == blocks:  # as a prompt that nobody shared
+            idle, blank = free, []
+        else:
+            idle = [b for b in free if keys[b] is not None]
+            blank = [b for b in free if keys[b] is None] if len(idle) < len(free) else []
         if level or self._level:
             for b in owned:
                 if not refs[b]:
@@ -273,6 +282,7 @@ class BlockPool:
             self._blank.extend(blank)
             self._undo.append((self._ungive, (len(blank),)))
         if idle:
+            self._top = max(self._top, level)
             self._idle[level].push(idle)
             self.num_idle += len(idle)
             self._undo.append((self._unpush, (level, len(idle))))
@@ -324,7 +334,7 @@ class BlockPool:
 
     def compact(self) -> None:
         """Bound the memory of the idle queues. Called between operations."""
-        for queue in self._idle:
+        for queue in self._idle[: self._top + 1]:
             queue.compact(len(self.refs))
 
     def cached(self, key: Key | None) -> int | None:
@@ -345,6 +355,7 @@ class BlockPool:
         self._blank = list(blank)
         self._idle = tuple(map(IdleQueue, idle))
         self._level = dict(levels)
+        self._top = PRIORITIES - 1
         self.num_idle = sum(map(len, self._idle))
 
     def free_blocks(self) -> tuple[list[int], list[list[int]]]:

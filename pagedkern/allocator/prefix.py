@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from pagedkern.allocator.arguments import Salt
 from pagedkern.allocator.observe import EventLog
-from pagedkern.allocator.run import Key, Run
+from pagedkern.allocator.run import Key, Run, cut
 from pagedkern.allocator.undo import UndoLog
 
 Fill: TypeAlias = tuple[int, int, bytes, int]
@@ -101,38 +100,39 @@ class PrefixIndex:
 
     def chunks(self, data: bytes) -> tuple[bytes, ...]:
         """Packed tokens cut into full blocks; a partial last block is left out."""
-        return _cutter(self._stride, len(data) // self._stride).unpack_from(data)
+        return cut(data, self._stride)
 
-    def match(self, node: int, chunks: tuple[bytes, ...]) -> list[int]:
-        """The blocks of the longest cached prefix, ~b for a block of the other memory where only that has it.
-
-        O(its length).
+    def match(self, node: int, data: bytes) -> list[int]:
+        """The blocks of the longest cached prefix of packed tokens, ~b for a block of the other memory where only that
+        has it. O(its length).
         """
-        get, nodes, keys = self._by_key.get, self._nodes, self.keys
+        get, nodes, keys, stride = self._by_key.get, self._nodes, self.keys, self._stride
         blocks: list[int] = []
-        start, count = 0, len(chunks)
-        while start < count:
-            block = get((node, chunks[start]))
+        start, count, chunk = 0, len(data) // stride, data[:stride]
+        chunks: tuple[bytes, ...] = ()  # cut when the second is wanted, which is seldom
+        while True:
+            block = get((node, chunk))
             if block is None:
-                if self.peer is None or (other := self.peer.find((node, chunks[start]))) is None:
-                    break
+                if self.peer is None or (other := self.peer.find((node, chunk))) is None:
+                    return blocks
                 node = self.peer._nodes[other]
                 blocks.append(~other)
                 start += 1
-                continue
-            run = keys[block]
-            if type(run) is Run:
-                common = run.common(chunks, start)
+            elif type(run := keys[block]) is Run:
+                common = run.common(data, start * stride)
                 blocks += run.blocks[:common]
                 node = run.base + common - 1
                 start += common
                 if common < len(run.blocks):
-                    break  # the run goes on otherwise, and if anything else followed it would have been taken apart
-                continue
-            blocks.append(block)
-            node = nodes[block]
-            start += 1
-        return blocks
+                    return blocks  # the run goes on otherwise; were there more behind it, it would be taken apart
+            else:
+                blocks.append(block)
+                node = nodes[block]
+                start += 1
+            if start == count:
+                return blocks
+            chunks = chunks or cut(data, stride)
+            chunk = chunks[start]
 
     def find(self, key: Key) -> int | None:
         """The block cached under a key; a run is taken apart for it."""
@@ -160,25 +160,26 @@ class PrefixIndex:
 
     # Changing.
 
-    def insert(self, parent: int, chunks: tuple[bytes, ...], blocks: list[int], new: bool = False) -> None:
-        """Cache computed full blocks that follow the prefix `parent`. `new`: none of them is cached.
+    def insert(self, parent: int, data: bytes, blocks: list[int], new: bool = False) -> None:
+        """Cache computed full blocks with these packed tokens, which follow the prefix `parent`. `new`: none of them is
+        cached.
 
         Where a block with the same contents is cached already, that one stays and ours is not cached, only given the
         same node, so that what follows it can be.
         """
         one_by_one = self.events is not None or not (new or not any(map(self.keys.__getitem__, blocks)))
-        start, last = 0, len(blocks) - 1
+        start, last, stride = 0, len(blocks) - 1, self._stride
         while start <= last:
-            key = (parent, chunks[start])
+            key = (parent, data[start * stride : (start + 1) * stride])
             if not one_by_one and start < last and key not in self._by_key and not self._in_peer(key):
                 break
-            self.insert_one(parent, chunks[start], blocks[start])
+            self.insert_one(parent, key[1], blocks[start])
             parent = self._nodes[blocks[start]] if start < last else 0
             start += 1
         if start > last:
             return
         # Nothing can be cached behind a node that is new, so the rest goes in without looking.
-        run = Run(key, self._number.take(last + 1 - start), blocks[start:], list(chunks[start:]))
+        run = Run(key, self._number.take(last + 1 - start), blocks[start:], data[start * stride :])
         self._put_run(run)
         self._undo.append((self._forget_run, (run,)))
 
@@ -301,26 +302,28 @@ class PrefixIndex:
         self._num_cached += len(run.blocks)
 
     def _forget_run(self, run: Run) -> None:
+        keys = self.keys
         for b in run.blocks:
-            self.keys[b] = None
+            keys[b] = None
         del self._by_key[run.key]
         self._num_cached -= len(run.blocks)
 
     def _shorten(self, run: Run, count: int) -> None:
-        """Forget the last blocks of a run."""
-        blocks, chunks = run.blocks[-count:], run.chunks[-count:]
-        self._undo.append((self._lengthen, (run, blocks, chunks)))
+        """Forget the last blocks of a run. Its data stay as they are, for undoing."""
+        if count == len(run.blocks):
+            self._forget_run(run)
+            self._undo.append((self._put_run, (run,)))
+            return
+        blocks = run.blocks[-count:]
+        self._undo.append((self._lengthen, (run, blocks)))
         keys = self.keys
         for b in blocks:
             keys[b] = None
-        del run.blocks[-count:], run.chunks[-count:]
-        if not run.blocks:
-            del self._by_key[run.key]
+        del run.blocks[-count:]
         self._num_cached -= count
 
-    def _lengthen(self, run: Run, blocks: list[int], chunks: list[bytes]) -> None:
+    def _lengthen(self, run: Run, blocks: list[int]) -> None:
         run.blocks += blocks
-        run.chunks += chunks
         self._num_cached -= len(run.blocks) - len(blocks)
         self._put_run(run)
 
@@ -368,16 +371,3 @@ class PrefixIndex:
         self._roots = dict(salts)
         for b, parent, ids, node in state["cached"]:
             self._reinsert(b, (parent, array("q", ids).tobytes()), node)
-
-
-_CUTTERS: dict[tuple[int, int], struct.Struct] = {}
-
-
-def _cutter(stride: int, num: int) -> struct.Struct:
-    """Cuts bytes into `num` pieces of `stride`, in C."""
-    cutter = _CUTTERS.get((stride, num))
-    if cutter is None:
-        if len(_CUTTERS) >= 1024:
-            _CUTTERS.clear()
-        cutter = _CUTTERS[stride, num] = struct.Struct(f"{stride}s" * num)
-    return cutter

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TypeAlias
 
 Key: TypeAlias = tuple[int, bytes]
 """The node of the parent block, and the block's token ids as packed 64-bit integers."""
+
+_CUTTERS: dict[tuple[int, int], struct.Struct] = {}
+
+
+def cut(data: bytes, stride: int) -> tuple[bytes, ...]:
+    """Pieces of `stride` bytes, cut in C; what is left at the end is left out."""
+    num = len(data) // stride
+    cutter = _CUTTERS.get((stride, num))
+    if cutter is None:
+        if len(_CUTTERS) >= 1024:
+            _CUTTERS.clear()
+        cutter = _CUTTERS[stride, num] = struct.Struct(f"{stride}s" * num)
+    return cutter.unpack_from(data)
 
 
 class Run:
@@ -16,28 +30,29 @@ class Run:
     by itself does the index take the run apart. The nodes of its blocks are `base`, `base + 1`, and so on.
     """
 
-    __slots__ = ("base", "blocks", "chunks", "key")
+    __slots__ = ("base", "blocks", "data", "key")
 
-    def __init__(self, key: Key, base: int, blocks: list[int], chunks: list[bytes]) -> None:
+    def __init__(self, key: Key, base: int, blocks: list[int], data: bytes) -> None:
         self.key = key  # of the first block
         self.base = base
         self.blocks = blocks
-        self.chunks = chunks  # packed tokens of each block
+        self.data = data  # packed tokens of all blocks, and of those that have left its tail
 
     def keys(self) -> list[Key]:
         """The key of each block. O(its length)."""
         behind = range(self.base, self.base + len(self.blocks) - 1)
-        return [self.key, *zip(behind, self.chunks[1:], strict=True)]
+        return [self.key, *zip(behind, cut(self.data, len(self.key[1]))[1:], strict=False)]
 
-    def common(self, chunks: tuple[bytes, ...], start: int) -> int:
-        """How many of its blocks hold `chunks[start:]`, from its first on. O(their number), in C when it is all of
-        them.
+    def common(self, data: bytes, start: int) -> int:
+        """How many of its blocks hold the packed tokens `data[start:]`, from its first on. O(their number), in C when
+        it is all of them.
         """
-        theirs = list(chunks[start : start + len(self.chunks)])
-        if theirs == self.chunks:
-            return len(theirs)
-        pairs = zip(theirs, self.chunks, strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), len(theirs))
+        stride = len(self.key[1])
+        theirs, ours = data[start : start + stride * len(self.blocks)], self.data
+        if theirs == ours:
+            return len(self.blocks)
+        pairs = zip(cut(theirs, stride), cut(ours, stride), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.blocks), len(theirs) // stride))
 
     def tail(self, blocks: list[int], start: int) -> int:
         """How many of `blocks[start:]` are its last blocks, the last one first."""

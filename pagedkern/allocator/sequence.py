@@ -32,7 +32,6 @@ class Sequence:
         "_arriving",
         "_blocks",
         "_cached",
-        "_chunks",
         "_cohort",
         "_computed",
         "_dirty",
@@ -52,11 +51,11 @@ class Sequence:
         "id",
     )
 
-    def __init__(self, owner: object, ident: int, blocks: array[int], tokens: array[int], length: int) -> None:
+    def __init__(self, owner: object, ident: int, blocks: list[int], tokens: array[int], length: int) -> None:
         self.id = ident  # unique in its allocator, never used again
         self._owner = owner
         self._state = State.LIVE
-        self._blocks = blocks  # int32; -1 where a block behind the window was given back
+        self._blocks = blocks  # -1 where a block behind the window was given back
         self._tokens = tokens  # int64; the ids that are known, a prefix of the sequence
         self._length = length
         self._cached = 0  # tokens that need no computing because the prefix cache had them
@@ -65,7 +64,6 @@ class Sequence:
         self._scheduled = 0  # computed, or computed by a step in flight
         self._private = 0  # from this block on, blocks have no other owner and are not cached; before, look
         self._registered = 0  # leading full blocks that the prefix cache has been told of
-        self._chunks: tuple[bytes, ...] = ()  # the prompt's full blocks, packed, until the prefix cache knows them
         self._root = 0  # node of the empty prefix under the salt; 0: nothing of this sequence is cached
         self._salt: Any = None
         self._priority = 0
@@ -98,7 +96,7 @@ class Sequence:
 
         Blocks of the device, or of the host while the sequence is swapped out. A copy. O(blocks).
         """
-        return self._blocks.tolist()
+        return self._blocks[:]
 
     @property
     def state(self) -> str:

@@ -28,8 +28,7 @@ def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, p
     level = integer("priority", priority, 0, PRIORITIES - 1)
     pool, prefix = core.pool, core.prefix
     root = prefix.root(salt) if shares else 0
-    chunks = prefix.chunks(ids.tobytes()) if root else ()
-    found = prefix.match(root, chunks)
+    found = prefix.match(root, ids.tobytes()) if root else []
     hits = [b for b in found if b >= 0] if found else []
     missing = -(-length // core.block_size) - len(hits)
     free = pool.num_free - (pool.num_idle_of(hits) if hits else 0)
@@ -44,9 +43,8 @@ def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, p
         blocks, registered = hits + fresh, len(hits)
     else:
         blocks, registered = _expect(core, found, fresh)
-    seq = core.add(array("i", blocks), ids, length)
+    seq = core.add(blocks, ids, length)
     seq._root, seq._salt, seq._priority = root, salt, level
-    seq._chunks = chunks
     seq._present = len(found) * core.block_size
     seq._cached = seq._computed = seq._scheduled = max(0, min(seq._present, length - 1))
     seq._private, seq._registered = len(found), registered
@@ -108,7 +106,6 @@ def truncate(core: Core, seq: Sequence, length: int) -> None:
     seq._blocks, seq._tokens = seq._blocks[:kept], seq._tokens[:length]
     seq._dirty = True
     seq._length = length
-    seq._chunks = ()
     for name in ("_cached", "_present", "_computed", "_scheduled"):
         setattr(seq, name, min(getattr(seq, name), length))
     seq._registered = min(seq._registered, length // core.block_size)
@@ -127,7 +124,7 @@ def release_window(core: Core, seq: Sequence, first_needed: int) -> None:
     if max(behind, default=-1) < 0:
         return
     core.give_up(seq, behind)
-    seq._blocks = array("i", [-1]) * count + seq._blocks[count:]
+    seq._blocks = [-1] * count + seq._blocks[count:]
     seq._private = max(seq._private, count)
     seq._dirty = True
 

@@ -64,7 +64,7 @@ def _sequence(seq: Sequence) -> dict[str, Any]:
     return {
         "id": seq.id,
         "state": seq.state,
-        "blocks": seq._blocks.tolist(),
+        "blocks": seq._blocks[:],
         "tokens": seq._tokens.tolist(),
         "salt": _encode(seq._salt),
         **{name[1:]: getattr(seq, name) for name in _FIELDS},
@@ -97,7 +97,7 @@ def put(core: Core, state: dict[str, Any]) -> None:
         pool.num_evicted, pool.least_free = part["num_evicted"], part["least_free"]
         pool.put(part["blank"], part["idle"], [(b, level) for b, level in part["levels"]])
     for item in state["sequences"]:
-        blocks, tokens = array("i", item["blocks"]), array("q", item["tokens"])
+        blocks, tokens = list(item["blocks"]), array("q", item["tokens"])
         seq = Sequence(core.owner, item["id"], blocks, tokens, item["length"])
         for name in _FIELDS:
             setattr(seq, name, item[name[1:]])

@@ -71,7 +71,7 @@ class Row:
         self.base = base  # the sequence's length if the step is aborted
         self.num_blocks = num_blocks  # its table's length then
         self.cows: list[tuple[int, int, int]] = []  # (index in the table, block before, block now)
-        self.before: tuple[State, array[int], bool] | None = None  # of a swap: what `abort` restores
+        self.before: tuple[State, list[int], bool] | None = None  # of a swap: what `abort` restores
         self.rides = False  # the sequence only depends on the plan: nothing of its own is done or undone
 
     def copy(self, seq: Sequence) -> Row:
@@ -151,8 +151,9 @@ class Step(Plan):
         "_fills",
         "_slot_source",
         "_slots",
+        "_table",
+        "_table_source",
         "base",
-        "block_table",
         "changed_rows",
         "copies",
         "cu_seqlens_q",
@@ -161,7 +162,6 @@ class Step(Plan):
         "seq_lens",
     )
 
-    block_table: memoryview  # int32 [S, W], rows contiguous; -1 where a row has no block
     seq_lens: array[int]  # int32 [S]: tokens in the cache once the step has run
     cu_seqlens_q: array[int]  # int32 [S+1]: row i computes tokens cu[i] .. cu[i+1]-1 of this step
     max_seqlen_q: int  # most tokens that one row computes
@@ -182,11 +182,26 @@ class Step(Plan):
         self._cohort: Cohort | None = None
         self._fills: list[Fill] | None = None
         self._slots: array[int] | None = None
-        self._slot_source: list[tuple[array[int], int, int, int]] | None = None
+        self._table: memoryview | None = None
+        self._table_source: list[tuple[list[int], int]] = []  # of each row: blocks, of which so many are meant
+        self._slot_source: list[tuple[list[int], int, int, int]] | None = None
         self.id = ident
         self.seqs = seqs
         self.moves = ()
         self.copies = NO_COPIES
+
+    @property
+    def block_table(self) -> memoryview:
+        """int32 [S, W], rows contiguous; -1 where a row has no block. Made on first use for prompts. O(S*W)."""
+        if self._table is None:
+            # Tables grow in place and change in no other way, so their leading entries are those of the step's time.
+            width = max([1, *(count for _, count in self._table_source)])
+            entries = array("i", [-1]) * (len(self._table_source) * width)
+            for i, (blocks, count) in enumerate(self._table_source):
+                row = array("i", blocks[:count])
+                entries[i * width : i * width + len(row)] = row
+            self._table, self._table_source = Table(entries, self.seqs, width).view, []
+        return self._table
 
     @property
     def slot_mapping(self) -> array[int]:
@@ -216,7 +231,7 @@ class Step(Plan):
         return f"<Step {self.id} {self.state}: {self.num_seqs} sequences, {self.num_tokens} tokens, {self.copies}>"
 
 
-def append_slots(slots: array[int], blocks: array[int], size: int, start: int, end: int) -> None:
+def append_slots(slots: array[int], blocks: list[int], size: int, start: int, end: int) -> None:
     """Append the slots of positions `start .. end-1` of a table; positions before the first of its blocks give -1.
 
     `blocks` are the table's entries from the one of position `end-1` back to the first written. O(end - start).
@@ -247,29 +262,26 @@ class Table:
         self.view = flat.cast("B").cast("i", (len(seqs), width)) if seqs else flat
 
 
-def make_table(
-    seqs: List[Sequence], last: Table | None = None, headroom: int = 0
-) -> tuple[Table, list[int], int | None]:
-    """The table of a batch, the rows that differ from the last one, and the step that used that.
+def make_table(seqs: List[Sequence], last: Table | None, headroom: int) -> tuple[Table, list[int], int | None]:
+    """The table of a batch that grows, the rows that differ from the last one, and the step that used that.
 
-    `headroom`, a power of two, rounds the width up and marks the table as one that later tables are compared with.
-    O(rows) when the batch keeps its size, plus O(blocks) for each row that changed.
+    `headroom`, a power of two, rounds the width up. O(rows) when the batch keeps its size, plus O(blocks) for each
+    row that changed.
     """
     need = max([len(s._blocks) for s in seqs], default=0)
     if last is not None and seqs and len(last.seqs) == len(seqs) and need <= last.width:
         width, entries, base = last.width, last.entries[:], last.step
         changed = [i for i, (s, old) in enumerate(zip(seqs, last.seqs, strict=True)) if s is not old or s._dirty]
     else:
-        width, base = max(1, (need + headroom) & -headroom if headroom else need), None
+        width, base = max(1, (need + headroom) & -headroom), None
         entries = array("i", [-1]) * (len(seqs) * width)
         changed = list(range(len(seqs)))
     for i in changed:
-        blocks = seqs[i]._blocks
+        blocks = array("i", seqs[i]._blocks)
         if base is None:
             entries[i * width : i * width + len(blocks)] = blocks
         else:
             entries[i * width : (i + 1) * width] = blocks + array("i", [-1]) * (width - len(blocks))
-    if headroom:
-        for i in changed:
-            seqs[i]._dirty = False
+    for i in changed:
+        seqs[i]._dirty = False
     return Table(entries, seqs, width), changed, base

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
@@ -167,21 +166,33 @@ def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]],
 
 def _describe(core: Core, step: Step, compares: bool) -> None:
     """Fill in the buffers of a step whose rows are done. `compares`: its table is one of those of `append`."""
-    rows, size = [row for row in step._rows or () if not row.rides], core.block_size
-    counts = [row.end - row.start for row in rows]
-    step.seq_lens = array("i", [row.end for row in rows])
-    step.cu_seqlens_q = array("i", accumulate(counts, initial=0))
-    step.num_tokens = step.cu_seqlens_q[-1]
-    step.max_seqlen_q = max(counts, default=0)
-    table, step.changed_rows, step.base = make_table(step.seqs, core.table if compares else None, HEADROOM * compares)
-    table.step = step.id
-    step.block_table = table.view
+    rows, size = step._rows or [], core.block_size
+    if len(rows) > len(step.seqs):
+        rows = [row for row in rows if not row.rides]
+    ends, starts, total, most = [], [0], 0, 0
+    for row in rows:
+        count = row.end - row.start
+        total += count
+        if count > most:
+            most = count
+        ends.append(row.end)
+        starts.append(total)
+    step.seq_lens, step.cu_seqlens_q = array("i", ends), array("i", starts)
+    step.num_tokens, step.max_seqlen_q = total, most
     if compares:
+        table, step.changed_rows, step.base = make_table(step.seqs, core.table, HEADROOM)
+        table.step = step.id
+        step._table = table.view
         core.undo.append((setattr, (core, "table", core.table)))
         core.table = table
-    if step.max_seqlen_q > 1:
-        spans = [(row, max(row.start, row.seq._present) // size) for row in rows]  # and the first block written
-        step._slot_source = [(r.seq._blocks[i : -(-r.end // size)], size, r.start, r.end) for r, i in spans]
+    else:
+        step._table_source = [(row.seq._blocks, len(row.seq._blocks)) for row in rows]
+        step.changed_rows, step.base = range(len(rows)), None
+    if most > 1:
+        step._slot_source = [
+            (r.seq._blocks[max(r.start, r.seq._present) // size : -(-r.end // size)], size, r.start, r.end)
+            for r in rows
+        ]  # from the first block written to the last
         return
     lasts = [(row.seq, row.end - 1) for row in rows]
     slots = [s._blocks[n // size] * size + n % size if n >= s._present else -1 for s, n in lasts]
@@ -241,7 +252,7 @@ def _take_back(core: Core, row: Row) -> None:
     """What a step was to do for one sequence is not done."""
     seq = row.seq
     blocks = seq._blocks[: row.num_blocks]
-    surplus = seq._blocks[row.num_blocks :].tolist()
+    surplus = seq._blocks[row.num_blocks :]
     for index, old, new in row.cows:
         if index < len(blocks) and blocks[index] == new:
             blocks[index] = old

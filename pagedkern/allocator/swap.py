@@ -22,7 +22,7 @@ def swap_out(core: Core, seqs: list[Sequence]) -> Plan:
                 core.seal(plan, b, min(core.block_size, seq._scheduled - index * core.block_size))
         arrivals = [(b, core.pool.incoming[b]) for b in table if b in core.pool.incoming]
         plan._arrivals += [pair for pair in arrivals if pair not in plan._arrivals]
-        _change_place(core, plan, seq, array("i", [places.get(b, -1) for b in table]), State.SWAPPED)
+        _change_place(core, plan, seq, [places.get(b, -1) for b in table], State.SWAPPED)
         seq._arriving = False
         # The last token of a prompt that was cached whole is to be written then: its block may stay behind.
         seq._present = min(seq._present, seq._scheduled)
@@ -39,7 +39,7 @@ def swap_in(core: Core, seqs: list[Sequence]) -> Plan:
     rest = [core.num_blocks_for(seq._length) - len(seq._blocks) for seq in seqs]
     plan, places = _plan(core, core.host, core.pool, "swap_in", seqs, tables, sum(rest))
     for seq, table, count in zip(seqs, tables, rest, strict=True):
-        blocks = array("i", [places.get(h, -1) for h in table] + core.pool.take(count))
+        blocks = [places.get(h, -1) for h in table] + core.pool.take(count)
         _change_place(core, plan, seq, blocks, State.LIVE)
         seq._private = len(table)
         seq._registered = 0
@@ -56,7 +56,7 @@ def _plan(
     target: BlockPool,
     kind: str,
     seqs: list[Sequence],
-    tables: list[array[int]],
+    tables: list[list[int]],
     rest: int,
 ) -> tuple[Plan, dict[int, int]]:
     """The plan, and where each block goes. The target's blocks have been taken, with an owner for each table.
@@ -93,7 +93,7 @@ def _plan(
     return plan, found
 
 
-def _change_place(core: Core, plan: Plan, seq: Sequence, blocks: array[int], state: State) -> None:
+def _change_place(core: Core, plan: Plan, seq: Sequence, blocks: list[int], state: State) -> None:
     """The sequence's blocks are elsewhere from now on; the old ones are fenced for the plan, which reads them."""
     row = Row(seq, 0, 0, seq._length, len(seq._blocks))
     row.before = (seq._state, seq._blocks, seq._arriving)
