@@ -2,7 +2,8 @@
 
 Where things are:
 
-- `allocator`: the public class. `operation`: what surrounds each of its methods, and the log that `replay` does again.
+- `allocator`: the public class, with its `facts`. `operation`: what surrounds each of its methods, and the log that
+`replay` does again.
 - `sequence`, `step`: what callers hold. `sequences`, `stepper`, `swap`: what is done to them. `cohort`: the fast path
 of a batch that only decodes.
 - `core`: the shared state; `pool`: owners of blocks; `prefix`: cached contents; `idle`, `undo`: the data structures.

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, TextIO
 
-from pagedkern.allocator import audit, observe, sequences, snapshot, stepper, swap
+from pagedkern.allocator import audit, sequences, snapshot, stepper, swap
 from pagedkern.allocator.arguments import Salt, Tokens, integer, new_tokens, single_ids, tenant, token_ids
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
+from pagedkern.allocator.facts import Facts
 from pagedkern.allocator.observe import BlockEvent, EventLog, digests
 from pagedkern.allocator.operation import OperationLog, operation, transaction
 from pagedkern.allocator.sequence import Sequence, State
@@ -19,7 +20,7 @@ from pagedkern.allocator.step import Phase, Plan, Step, Verdict
 from pagedkern.errors import InvalidArgument, InvalidType
 
 
-class BlockAllocator:
+class BlockAllocator(Facts):
     """Which blocks of a paged KV cache belong to which sequence. It moves no memory: it says what to move and where
     to write.
 
@@ -77,43 +78,6 @@ class BlockAllocator:
         self._reserve = int(watermark * num_blocks)
         self._thread: int | None = None
         self._log: OperationLog | None = None
-
-    # Facts.
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks on the device."""
-        return self._core.pool.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        """B, tokens a block."""
-        return self._core.block_size
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that can be handed out now, cached ones that nobody uses included."""
-        return self._core.pool.num_free
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Blocks in host memory."""
-        return self._core.host.num_blocks
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        """Host blocks that can be handed out now, cached ones that nobody uses included."""
-        return self._core.host.num_free
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks whose contents the prefix cache knows, in use or not."""
-        return len(self._core.prefix)
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """All sequences that have not been freed, in the order of their creation."""
-        return [seq for _, seq in sorted(self._core.live.items())]
 
     # Sequences.
 
@@ -346,11 +310,6 @@ class BlockAllocator:
 
     # Observing.
 
-    @property
-    def stats(self) -> dict[str, int]:
-        """Counts of what there is and of what has been done, and high-water marks. O(1)."""
-        return observe.stats(self._core)
-
     def record_events(self) -> None:
         """From now on `events` tells which blocks can be found in the prefix cache, and which no more.
 
@@ -430,9 +389,3 @@ class BlockAllocator:
             return array("q"), integer("tokens", tokens, 0, 2**31 - 1), False
         ids = token_ids("tokens", tokens)
         return (ids, len(ids), True) if self._core.caching else (array("q"), len(ids), False)
-
-    def __repr__(self) -> str:
-        return (
-            f"<BlockAllocator of {self.num_blocks} blocks of {self.block_size} tokens: {self.num_free_blocks} free, "
-            f"{self.num_cached_blocks} cached, {len(self._core.live)} sequences>"
-        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Callable
 from types import FrameType
 
 import pytest
 
 from pagedkern.allocator import BlockAllocator, Sequence, Step, Verdict
-from pagedkern.errors import OutOfBlocks, StaleSequence
+from pagedkern.errors import InvalidArgument, OutOfBlocks, StaleSequence
 from tests.allocator.world import fingerprint
 
 
@@ -363,4 +364,29 @@ def test_block_size_1(length: int) -> None:
     assert len(seq.block_ids) == length // 2
     allocator.free(seq)
     assert allocator.create(prompt(0, length)).num_cached_tokens == max(0, length - 1)
+    allocator.check()
+
+
+@pytest.mark.parametrize("ids", [[-(2**63), -1, 0, 2**63 - 1], [2**63 - 1] * 4, [True, False, 2, 3], (5, 6, 7, 8)])
+def test_ids_of_64_bits_are_kept_exactly(ids: list[int] | tuple[int, ...]) -> None:
+    allocator = BlockAllocator(8, 4)
+    allocator.free(computed(allocator, [*ids]))
+    assert allocator.create([*array("q", ids), 0]).num_cached_tokens == 4
+    assert allocator.create([*array("q", ids[:3]), 9, 0]).num_cached_tokens == 0
+    for wrong in (2**63, -(2**63) - 1, 2**64 - 1):
+        with pytest.raises(InvalidArgument, match="does not fit into 64 bits"):
+            allocator.create([*ids, wrong])
+
+
+def test_a_prompt_whose_tail_is_evicted_is_found_up_to_there() -> None:
+    allocator = BlockAllocator(8, 4)
+    ids = list(range(24))
+    allocator.free(computed(allocator, ids))
+    allocator.free(allocator.create(16))  # evicts the last two blocks of the prompt
+    assert allocator.num_cached_blocks == 4
+    for length, found in ((24, 16), (17, 16), (16, 15), (14, 12)):
+        seq = allocator.create(ids[:length])
+        assert seq.num_cached_tokens == found
+        allocator.free(seq)
+    assert allocator.create([*ids[:9], 99, *ids[10:16]]).num_cached_tokens == 8
     allocator.check()

@@ -159,6 +159,26 @@ def test_what_a_step_reads_never_changes(size: int) -> None:
             assert step.block_table.tolist()[row][:used] == table[row][:used]
 
 
+def test_a_table_that_is_looked_at_late_is_that_of_its_step() -> None:
+    allocator = BlockAllocator(64, 4)
+    shared = list(range(8))
+    first = allocator.create([*shared, 8, 9])
+    one = allocator.prefill([first])
+    was = first.block_ids
+    allocator.commit(one)
+    second, third = allocator.create([*shared, 7]), allocator.create([1])
+    two = allocator.prefill([second, third])
+    table = [second.block_ids, [*third.block_ids, -1, -1]]
+    fork = allocator.fork(first)[0]
+    allocator.append([first, second], [[1] * 9, [2] * 9])  # copies a block on write, grows
+    allocator.abort(allocator.append([third], [3]))
+    allocator.append([fork], [4])
+    allocator.truncate(first, 3)
+    allocator.free(second)
+    assert (one.block_table.tolist(), two.block_table.tolist()) == ([was], table)
+    assert one.block_table is one.block_table
+
+
 def test_callers_may_overwrite_what_belongs_to_their_step_alone() -> None:
     allocator = BlockAllocator(64, 4)
     seqs = batch(allocator, [3, 6])
