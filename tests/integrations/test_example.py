@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from io import StringIO
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples import generate as example
-from tests.integrations.conftest import Judge
+from tests.integrations.conftest import Judge, Real
 
 pytestmark = pytest.mark.xdist_group("the real model")
 
@@ -27,11 +28,11 @@ def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_starts_as_a_script_and_explains_itself() -> None:
     result = subprocess.run([sys.executable, str(FILE), "--help"], capture_output=True, text=True, check=True)
-    for option in ("--backend", "--block-size", "--max-new-tokens", "--dtype", "--samples", "--prompt"):
+    for option in ("--backend", "--block-size", "--max-new-tokens", "--dtype", "--samples", "--prompt", "--policy"):
         assert option in result.stdout
 
 
-def test_it_finds_the_model_without_importing_its_package(judge: Judge) -> None:
+def test_it_finds_the_model_without_importing_its_package(real: Real) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(FILE.parents[1])!r})\n"
         "from examples.generate import find_model\n"
@@ -53,14 +54,28 @@ def test_it_shows_text_speed_sharing_and_memory(judge: Judge) -> None:
     assert "3 samples of one prompt" in shown
     assert "1 of 3, 8 tokens, cut off" in shown
     for label in ("tokens/s", "blocks used", "of the contiguous reservation"):
-        assert shown.count(label) == 2
+        assert shown.count(label) == 3
     assert shown.count("blocks shared") == 1
     blocks = len(example.chat(judge.tokenizer, example.SAMPLED)) // 8
+    assert "10 prompts that need 60 blocks, in a pool of 20" in shown
+    assert re.search(r"preempted +[1-9]\d* times? +[1-9]\d* to host memory, 0 to be computed again", shown)
     assert f"by several samples, {2 * blocks} blocks saved" in " ".join(shown.split())
 
 
-def test_a_wrong_option_is_one_line(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_of_the_users_own_is_continued_and_sampled(real: Real) -> None:
+    rich = pytest.importorskip("rich.console", reason="rich is not installed")
+    console = rich.Console(file=StringIO(), width=100)
+    options = example.parse(["--max-new-tokens", "2", "--samples", "2", "--prompt", "Name three rivers."])
+    example.run(real.model, real.tokenizer, options, console)
+    shown = console.file.getvalue()
+    assert "1 prompt, one batch" in shown
+    assert "2 samples of one prompt" in shown
+    assert shown.count("Name three rivers.") == 2
+    assert "pool" not in shown
+
+
+def test_a_wrong_option_is_one_line(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="rich is not installed")
-    monkeypatch.setattr(example, "load", lambda *_: (judge.model, judge.tokenizer))
+    monkeypatch.setattr(example, "load", lambda *_: (real.model, real.tokenizer))
     with pytest.raises(SystemExit, match=r"InvalidArgument: backend: got 'abacus', accepted are"):
         example.main(["--backend", "abacus"])

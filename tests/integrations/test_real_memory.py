@@ -182,7 +182,7 @@ def beams(real: Real) -> Beams:
 
 @pytest.mark.parametrize(("backend", "block_size"), [("cpu", 4), ("reference", 1)])
 def test_beam_search(real: Real, beams: Beams, backend: str, block_size: int) -> None:
-    """The same sequences and scores as without paging; beams share blocks at every step, those of the prompt to the end."""
+    """The same sequences and scores as without paging; beams share blocks at every step, the prompt's to the end."""
     cache = paged.PagedCache(real.model.config, max_tokens=512, block_size=block_size, backend=backend)
     used = []  # (blocks in use, blocks of all rows counted one by one) after each step's forks and frees
     reorder = cache.reorder_cache
