@@ -186,7 +186,7 @@ class BlockPool:
         owned = blocks[::-1]
         if owned and owned[-1] < 0:  # only the first entries of a table can be
             owned = [b for b in owned if b >= 0]
-        if not holds and list(map(refs.__getitem__, owned)).count(1) == len(owned):  # nobody else owns any: in bulk
+        if not holds and [refs[b] for b in owned].count(1) == len(owned):  # nobody else owns any: in bulk
             for b in owned:
                 refs[b] = 0
             self._undo.append((self._unrelease, (owned,)))

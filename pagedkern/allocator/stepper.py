@@ -108,7 +108,10 @@ def _plan(core: Core, rows: list[Row]) -> tuple[list[tuple[Row, int, int]], list
     num_new = 0
     for row in rows:
         seq, blocks = row.seq, row.seq._blocks
-        num_new += max(0, -(-row.reach // size) - len(blocks))
+        if row.reach > len(blocks) * size:
+            num_new += -(-row.reach // size) - len(blocks)
+        if not seq._private:  # as of a new prompt: all is its own
+            continue
         start = max(row.start, seq._present)
         for index in range(start // size, min(-(-row.end // size), seq._private)):
             b, kept = blocks[index], max(0, start - index * size)
@@ -170,6 +173,7 @@ def _describe(core: Core, step: Step, compares: bool) -> None:
     if len(rows) > len(step.seqs):
         rows = [row for row in rows if not row.rides]
     ends, starts, total, most = [], [0], 0, 0
+    tables: list[tuple[list[int], int]] = []
     for row in rows:
         count = row.end - row.start
         total += count
@@ -177,6 +181,8 @@ def _describe(core: Core, step: Step, compares: bool) -> None:
             most = count
         ends.append(row.end)
         starts.append(total)
+        blocks = row.seq._blocks
+        tables.append((blocks, len(blocks)))
     step.seq_lens, step.cu_seqlens_q = array("i", ends), array("i", starts)
     step.num_tokens, step.max_seqlen_q = total, most
     if compares:
@@ -186,7 +192,7 @@ def _describe(core: Core, step: Step, compares: bool) -> None:
         core.undo.append((setattr, (core, "table", core.table)))
         core.table = table
     else:
-        step._table_source = [(row.seq._blocks, len(row.seq._blocks)) for row in rows]
+        step._table_source = tables
         step.changed_rows, step.base = range(len(rows)), None
     if most > 1:
         step._slot_source = [
