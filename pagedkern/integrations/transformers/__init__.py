@@ -6,8 +6,8 @@ Importing this module registers `attn_implementation="pagedkern"`. Then either t
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="pagedkern")
     model.generate(**inputs, past_key_values=PagedCache(model.config, num_blocks=512, block_size=16))
 
-or `generate` does, with prompts of different lengths packed into one batch without padding, and samples of one prompt
-sharing its blocks:
+or `generate` does, with prompts of different lengths packed into one batch without padding, samples of one prompt
+sharing its blocks, and prompts taking turns, by swapping or recomputation, where memory is short (`num_blocks`):
 
     result = generate(model, ["A haiku about rain:"], tokenizer=tokenizer, n=4, max_new_tokens=40, temperature=0.8)
 

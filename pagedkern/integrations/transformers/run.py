@@ -144,7 +144,9 @@ class Run:
         batch, self._batch = self._batch, None
         assert batch is not None
         outputs = batch.outputs
-        tokens = self.sampling.choose(logits[self._rows], [self._generators[s] for s in outputs]) if outputs else []
+        if self._rows != list(range(len(logits))):
+            logits = logits[self._rows]
+        tokens = self.sampling.choose(logits, [self._generators[s] for s in outputs]) if outputs else []
         decoding = all(start >= len(s.request.prompt) and end == start + 1 for s, start, end in batch.rows)
         self.scheduler.complete(batch, tokens)
         self._begun = any(len(sample.tokens) == 1 for sample in outputs)
