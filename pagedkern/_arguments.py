@@ -14,6 +14,7 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
+from pagedkern.abi import describe
 from pagedkern.errors import InvalidArgument, InvalidType
 
 
@@ -35,6 +36,7 @@ ArrayLike: TypeAlias = Tensor | SupportsDLPack | SupportsCudaArray
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+SMALLEST_SCALE, LARGEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, *QUANTIZED)}
 
 
@@ -43,9 +45,11 @@ def refuse(name: str, got: object, accepted: str) -> NoReturn:
     raise InvalidArgument(f"{name}: got {got}, accepted is {accepted}")
 
 
-def tensor(name: str, value: object, ndim: int | None, axes: str) -> Tensor:
+def tensor(name: str, value: object, ndim: int | None, axes: str, *, write: bool = False) -> Tensor:
     """A tensor of that rank (None: any but 0), from a tensor or an exporter, without a copy."""
     if not isinstance(value, Tensor):
+        if write and _is_read_only(value):
+            refuse(name, f"a read-only {type(value).__name__}", "memory that may be written")
         value = _imported(name, value)
     if value.ndim != ndim and (ndim is not None or value.ndim == 0):
         refuse(name, f"shape {list(value.shape)}", f"{'some' if ndim is None else ndim} dimensions {axes}")
@@ -70,6 +74,14 @@ def _imported(name: str, value: object) -> Tensor:
         f"{name}: got {type(value).__name__}, "
         "accepted is a torch tensor or an exporter of DLPack or __cuda_array_interface__"
     )
+
+
+def _is_read_only(value: object) -> bool:
+    """torch imports read-only memory as if it could be written; the exporters themselves say what it is."""
+    try:
+        return describe(value, "array").read_only
+    except InvalidArgument:  # a dtype or strides that the ABI does not have
+        return getattr(getattr(value, "flags", None), "writeable", True) is False
 
 
 def dtype(name: str, value: Tensor, *accepted: torch.dtype) -> None:
@@ -115,7 +127,7 @@ def head_vector(name: str, value: object, length: int, axes: str, like: Tensor) 
     return result
 
 
-def integer(name: str, value: object, minimum: int, accepted: str) -> int:
+def integer(name: str, value: object, minimum: int, accepted: str, maximum: int = 2**63 - 1) -> int:
     """A host integer; floats, bools and tensors are refused rather than rounded or read back."""
     if isinstance(value, (bool, float, Tensor)):
         raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}")
@@ -124,20 +136,22 @@ def integer(name: str, value: object, minimum: int, accepted: str) -> int:
             value = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
             raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}") from None
-    if value < minimum:
-        refuse(name, value, accepted)
+    if value < minimum or value > maximum:
+        refuse(name, value, accepted if value < minimum else f"{accepted}, at most {maximum}")
     return value  # type: ignore[return-value]
 
 
 def number(name: str, value: object, accepted: str) -> float:
     """A finite host number."""
-    if isinstance(value, (bool, Tensor)):
+    if isinstance(value, (bool, Tensor, str, bytes, bytearray)):
         raise InvalidType(f"{name}: got {type(value).__name__}, accepted is {accepted}")
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, float):
         try:
             value = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}") from None
+        except OverflowError:
+            refuse(name, "an integer beyond float64", accepted)
     if not -math.inf < value < math.inf:  # torch.compile cannot trace math.isfinite
         refuse(name, value, accepted)
     return float(value)
@@ -149,10 +163,10 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
-def caches(k_cache: object, v_cache: object) -> tuple[Tensor, Tensor]:
+def caches(k_cache: object, v_cache: object, *, write: bool = False) -> tuple[Tensor, Tensor]:
     """The two halves of one layer's cache: equal in dtype, device, blocks, block size and KV heads."""
-    k = tensor("k_cache", k_cache, 4, "[num_blocks, block_size, num_kv_heads, head_dim]")
-    v = tensor("v_cache", v_cache, 4, "[num_blocks, block_size, num_kv_heads, head_dim_v]")
+    k = tensor("k_cache", k_cache, 4, "[num_blocks, block_size, num_kv_heads, head_dim]", write=write)
+    v = tensor("v_cache", v_cache, 4, "[num_blocks, block_size, num_kv_heads, head_dim_v]", write=write)
     dtype("k_cache", k, *FLOATS, *QUANTIZED)
     dtype("v_cache", v, k.dtype)
     device("v_cache", v, k.device, "k_cache")
@@ -176,8 +190,8 @@ def scale(name: str, value: object, cache: Tensor) -> tuple[Tensor | None, float
     accepted = "a positive number or float32 [num_kv_heads]"
     if isinstance(value, (int, float)):
         result = number(name, value, accepted)
-        if result <= 0:
-            refuse(name, value, accepted)
+        if not SMALLEST_SCALE <= result <= LARGEST_SCALE:
+            refuse(name, value, f"{accepted}, {SMALLEST_SCALE:.3g} .. {LARGEST_SCALE:.3g}")
         return None, result
     if isinstance(value, Tensor) and value.ndim == 0:
         value = value.expand(cache.shape[2]).contiguous()
@@ -186,7 +200,7 @@ def scale(name: str, value: object, cache: Tensor) -> tuple[Tensor | None, float
 
 def output(name: str, value: object, expected: tuple[int, ...], axes: str, kind: torch.dtype, like: Tensor) -> Tensor:
     """A tensor to write into."""
-    result = tensor(name, value, len(expected), axes)
+    result = tensor(name, value, len(expected), axes, write=True)
     dtype(name, result, kind)
     device(name, result, like.device, "q")
     shape(name, result, expected, axes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -41,14 +42,15 @@ def encode_config(config: Config | Mapping[str, object] | None, backend: str) ->
             f"config: got {type(config).__name__}, accepted is a config object, a mapping of its fields, or None"
         )
     for name, value in config.items():
-        if not isinstance(name, str) or not isinstance(value, (int, float, str)):
+        if not isinstance(name, str) or type(value) not in (bool, int, float, str):
             raise InvalidType(f"config: got {name}={value!r}, accepted is a plain number, name or flag for each field")
-    return "(" + ";".join([f"{name}={config[name]!r}" for name in sorted(config)]) + ")"
+        if type(value) is float and not -math.inf < value < math.inf:
+            raise InvalidArgument(f"config: got {name}={value}, accepted is a finite number")
+    return repr([(name, config[name]) for name in sorted(config)])
 
 
 def _decode_config(text: str) -> dict[str, object]:
-    pairs = (item.partition("=") for item in text[1:-1].split(";") if item)
-    return {name: ast.literal_eval(value) for name, _, value in pairs}
+    return dict(ast.literal_eval(text))
 
 
 @lru_cache(maxsize=4096)

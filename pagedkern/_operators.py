@@ -139,8 +139,10 @@ def _write_kv(
 ) -> None:
     written("k_cache", k_cache)
     written("v_cache", v_cache)
-    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel():
-        refuse("v_cache", "the memory of k_cache", "memory of its own")
+    _refuse_overlap("v_cache", v_cache, "k_cache", k_cache)
+    for name, new in (("k", k), ("v", v)):
+        _refuse_overlap("k_cache", k_cache, name, new)
+        _refuse_overlap("v_cache", v_cache, name, new)
     num_blocks, block_size, kv_heads, head_dim = k_cache.shape
     problem = Problem(
         k.device.type, DTYPE_NAMES[k.dtype], DTYPE_NAMES[k_cache.dtype], kv_heads, kv_heads, head_dim, v_cache.shape[3],
@@ -158,7 +160,8 @@ def _copy_blocks(caches: list[Tensor], src_blocks: Tensor, dst_blocks: Tensor, b
     for i, cache in enumerate(caches):
         written(f"caches[{i}]", cache)
     problem = Problem(src_blocks.device.type, "", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, "copy_blocks")
-    call = CopyCall(list(caches), src_blocks, dst_blocks)
+    distinct = {(cache.data_ptr(), cache.shape, cache.stride()): cache for cache in caches}  # layers may share a cache
+    call = CopyCall(list(distinct.values()), src_blocks, dst_blocks)
     if debug:
         checked.check_copy(call)
     choose(problem, backend, "").implementation.copy_blocks(call)
@@ -193,30 +196,41 @@ def _constant(length: int, number: float, device: torch.device) -> Tensor:
     return torch.full((length,), number, dtype=torch.float32, device=device)
 
 
-def _refuse_overlap(name: str, written: Tensor, other_name: str, read: Tensor) -> None:
-    """Refuse to write where the call reads. Slices of one row-major tensor that share rows but no column are fine."""
-    if (
-        written.untyped_storage().data_ptr() != read.untyped_storage().data_ptr()
-        or not written.numel()
-        or not read.numel()
-    ):
-        return
-    first, second = _extent(written), _extent(read)
-    if first[1] <= second[0] or second[1] <= first[0]:
-        return
-    pitch = written.stride(0) * written.element_size()
-    if len(written) > 1 and written.ndim == 3 and pitch == read.stride(0) * read.element_size():
-        columns = [(_extent(x[0])[0] % pitch, _extent(x[0])[1] - _extent(x[0])[0]) for x in (written, read)]
-        (a, a_size), (b, b_size) = sorted(columns)
-        if a + a_size <= b and b + b_size <= a + pitch:
-            return
-    refuse(name, f"memory that overlaps {other_name}", "memory of its own")
+def _refuse_overlap(name: str, written: Tensor, other_name: str, other: Tensor) -> None:
+    """Refuse to write into memory that the call also reads, or writes by another name."""
+    if written.numel() and other.numel() and _overlap(written, other):
+        refuse(name, f"memory that overlaps {other_name}", "memory of its own")
 
 
-def _extent(x: Tensor) -> tuple[int, int]:
-    """First and one past last byte that the tensor reaches."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors share an element.
+
+    Exact for slices of one tensor (fused QKV, K and V interleaved at any level); tensors of unequal strides count as
+    overlapping as soon as their extents cross.
+    """
+    offset = b.data_ptr() - a.data_ptr()  # bytes
+    if offset >= a.untyped_storage().nbytes() or -offset >= b.untyped_storage().nbytes():
+        return False  # the common case, without looking at strides
+    dims = [
+        sorted(
+            ((stride * x.element_size(), size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
+        )
+        for x in (a, b)
+    ]
+    while True:
+        reach_a, reach_b = (
+            x.element_size() + sum(stride * (size - 1) for stride, size in d) for x, d in zip((a, b), dims, strict=True)
+        )
+        if offset >= reach_a or -offset >= reach_b:
+            return False
+        if not (dims[0] and dims[1]) or dims[0][-1][0] != dims[1][-1][0]:
+            return True
+        pitch = dims[0].pop()[0]  # the outermost steps are equal: compare what lies inside of one of them
+        dims[1].pop()
+        inside = offset % pitch if pitch else 0
+        if inside >= a.element_size() + sum(stride * (size - 1) for stride, size in dims[0]):
+            inside -= pitch
+        offset = inside
 
 
 def _nothing(*_: object) -> None:

@@ -15,6 +15,7 @@ from pagedkern.ops import copy_blocks
 
 LAYOUTS = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}
 """Order in memory of [num_blocks, block_size, num_kv_heads, head_dim]; a permutation that is its own inverse."""
+MOST = 2**31 - 1  # block ids are int32
 
 
 class Plan(Protocol):
@@ -88,17 +89,22 @@ class KVCache:
             raise InvalidType(f"dtype: got {type(dtype).__name__} {dtype!r}, accepted is a torch.dtype")
         if dtype not in check.DTYPE_NAMES:
             check.refuse("dtype", dtype, " or ".join(map(str, check.DTYPE_NAMES)))
-        layers = check.integer("num_layers", num_layers, 1, "an integer >= 1")
-        blocks = check.integer("num_blocks", num_blocks, 1, "an integer >= 1")
-        heads = check.integer("num_kv_heads", num_kv_heads, 1, "an integer >= 1")
-        size = check.integer("block_size", block_size, 1, "an integer >= 1 (tokens)")
-        dims = [check.integer("head_dim", head_dim, 1, "an integer >= 1")]
-        dims.append(dims[0] if head_dim_v is None else check.integer("head_dim_v", head_dim_v, 1, "an integer >= 1"))
-        host_blocks = check.integer("num_host_blocks", num_host_blocks, 0, "an integer >= 0")
+
+        def count(name: str, value: object, minimum: int = 1) -> int:
+            return check.integer(name, value, minimum, f"an integer >= {minimum}", MOST)
+
+        layers, blocks = count("num_layers", num_layers), count("num_blocks", num_blocks)
+        heads, size = count("num_kv_heads", num_kv_heads), count("block_size", block_size)
+        dims = [count("head_dim", head_dim)]
+        dims.append(dims[0] if head_dim_v is None else count("head_dim_v", head_dim_v))
+        host_blocks = count("num_host_blocks", num_host_blocks, 0)
         try:
             where = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise InvalidArgument(f"device: got {device!r}, accepted is a torch device: {error}") from None
+            torch.empty(0, device=where)
+        except (AssertionError, RuntimeError, TypeError) as error:
+            raise InvalidArgument(
+                f"device: got {device!r}, accepted is a torch device of this machine: {error}"
+            ) from None
 
         def pool(count: int, on: torch.device, pinned: bool) -> list[Tensor]:
             """K and V of every layer, logical [num_layers, count, block_size, num_kv_heads, head_dim]."""
@@ -125,8 +131,15 @@ class KVCache:
         """
         self = cls.__new__(cls)
         pairs: list[tuple[Tensor, Tensor]] = []
-        for i, (k, v) in enumerate(layers):
-            pair = check.caches(k, v)
+        if isinstance(layers, Tensor) or not isinstance(layers, Sequence):
+            raise InvalidType(f"layers: got {type(layers).__name__}, accepted is a list of (k_cache, v_cache)")
+        for i, layer in enumerate(layers):
+            if not isinstance(layer, (tuple, list)) or len(layer) != 2:
+                raise InvalidType(f"layers[{i}]: got {type(layer).__name__}, accepted is a pair (k_cache, v_cache)")
+            try:
+                pair = check.caches(*layer, write=True)
+            except InvalidArgument as error:
+                raise type(error)(f"layers[{i}]: {error}") from None
             first = pairs[0][0] if pairs else pair[0]
             if pair[0].shape[:2] != first.shape[:2] or pair[0].dtype != first.dtype or pair[0].device != first.device:
                 check.refuse(
@@ -138,7 +151,8 @@ class KVCache:
         if not pairs:
             check.refuse("layers", "no layer", "at least one (k_cache, v_cache)")
         self._layers = pairs
-        self._blocks = [x for pair in pairs for x in pair]
+        tensors = [x for pair in pairs for x in pair]
+        self._blocks = list({(x.data_ptr(), x.shape, x.stride()): x for x in tensors}.values())  # layers may share one
         self._host = []
         return self
 
@@ -177,7 +191,7 @@ class KVCache:
     @property
     def bytes_per_block(self) -> int:
         """Bytes that one block takes in K and V of all layers."""
-        return sum(x[0].numel() * x.element_size() for pair in self._layers for x in pair)
+        return sum(x[0].numel() * x.element_size() for x in self._blocks)
 
     def __repr__(self) -> str:
         k, v = self._layers[0]
@@ -194,6 +208,8 @@ class KVCache:
             InvalidArgument (BlockIndexError): a move of unknown kind, with lists of unequal length, or with a block id
                 outside its pool. All moves are checked before the first is carried out.
         """
+        if not hasattr(plan, "moves"):
+            raise InvalidType(f"plan: got {type(plan).__name__}, accepted is a Step or Plan of the allocator")
         moves = [(kind, _ids(kind, "src", src), _ids(kind, "dst", dst)) for kind, src, dst in plan.moves]
         for kind, src, dst in moves:
             self._check_move(kind, src, dst)
@@ -232,26 +248,33 @@ class KVCache:
             "swap_out": (self.num_blocks, self.num_host_blocks),
             "swap_in": (self.num_host_blocks, self.num_blocks),
         }
-        if kind not in pools:
+        if not isinstance(kind, str) or kind not in pools:
             check.refuse("plan", f"a move of kind {kind!r}", " or ".join(map(repr, pools)))
         if len(src) != len(dst):
             check.refuse("plan", f"a {kind} move of {len(src)} sources and {len(dst)} destinations", "as many of both")
         for name, ids, count in (("source", src, pools[kind][0]), ("destination", dst, pools[kind][1])):
             if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < count):
                 at = int(((ids < 0) | (ids >= count)).nonzero()[0])
+                accepted = f"0 .. {count - 1}" if count else "none: the host pool is empty (num_host_blocks=0)"
                 raise BlockIndexError(
-                    f"plan: got {name} block {int(ids[at])} at place {at} of a {kind} move, "
-                    f"accepted is 0 .. {count - 1}"
+                    f"plan: got {name} block {int(ids[at])} at place {at} of a {kind} move, accepted is {accepted}"
                 )
 
 
 def _ids(kind: str, name: str, buffer: Any) -> Tensor:
     """An int64 buffer (array, memoryview) of a plan as a tensor on the host, without a copy."""
     if isinstance(buffer, Tensor):
-        return buffer.cpu().long()
-    view = memoryview(buffer)
-    if view.itemsize != 8 or view.format not in ("q", "l"):
-        check.refuse("plan", f"a {kind} move whose {name} has format {view.format!r}", "int64 ('q')")
+        check.dtype(f"plan, {name} of a {kind} move", buffer, torch.int64)
+        return buffer.cpu()
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        raise InvalidType(
+            f"plan: got a {kind} move whose {name} is a {type(buffer).__name__}, accepted is an int64 buffer"
+        ) from None
+    if view.itemsize != 8 or view.format not in ("q", "l") or view.ndim != 1 or not view.contiguous:
+        got = f"format {view.format!r}, {view.ndim} dimensions{'' if view.contiguous else ', strided'}"
+        check.refuse("plan", f"a {kind} move whose {name} has {got}", "a contiguous int64 vector ('q')")
     return _tensor(view, torch.int64)
 
 

@@ -289,7 +289,7 @@ def write_kv(
         Unsupported, BackendUnavailable: the named backend cannot do this, or cannot run here.
         BlockIndexError: a slot out of range (with `debug`, or where checking is free); nothing was written.
     """
-    keys, values = check.caches(k_cache, v_cache)
+    keys, values = check.caches(k_cache, v_cache, write=True)
     new_k = check.tensor("k", k, 3, "[num_tokens, num_kv_heads, head_dim]")
     new_v = check.tensor("v", v, 3, "[num_tokens, num_kv_heads, head_dim_v]")
     check.dtype("k", new_k, *check.FLOATS)
@@ -335,7 +335,7 @@ def copy_blocks(
         raise InvalidType(f"caches: got {type(caches).__name__}, accepted is a list or tuple of tensors")
     checked: list[Tensor] = []
     for i, cache in enumerate(caches):
-        checked.append(check.tensor(f"caches[{i}]", cache, None, "[num_blocks, ...]"))
+        checked.append(check.tensor(f"caches[{i}]", cache, None, "[num_blocks, ...]", write=True))
         check.device(f"caches[{i}]", checked[i], checked[0].device, "caches[0]")
     like = checked[0] if checked else check.tensor("src_blocks", src_blocks, 1, "[n]")
     src = check.index_vector("src_blocks", src_blocks, None, "[n]", like, "caches[0]", torch.int64)

@@ -92,7 +92,10 @@ def test_one_move_reads_before_it_writes() -> None:
         (Plan().add("copy", (0, 1)).add("swap_in", (3, 1)), r"source block 3 .* 0 \.\. 2"),
         (Plan().add("copy", (0, 1)).add("rotate", (0, 1)), r"'rotate', accepted is 'copy' or 'swap_out' or 'swap_in'"),
         (Plan([("copy", array("q", [0]), array("q", [1, 2]))]), r"1 sources and 2 destinations"),
-        (Plan([("copy", array("i", [0]), array("i", [1]))]), r"format 'i', accepted is int64"),
+        (
+            Plan([("copy", array("i", [0]), array("i", [1]))]),
+            r"format 'i', 1 dimensions, accepted is a contiguous int64",
+        ),
     ],
 )
 def test_a_wrong_plan_changes_nothing(plan: Plan, words: str) -> None:
@@ -162,3 +165,52 @@ def test_made_in_inference_mode_and_written_outside() -> None:
     for pool in cache.layer(0):
         pool.zero_()
     cache.apply(Plan().add("copy", (0, 1)))
+
+
+def test_layers_that_share_a_cache_are_copied_once() -> None:
+    k, v = torch.arange(3.0).repeat_interleave(64).view(2, 3, 4, 2, 4).unbind(0)
+    cache = KVCache.from_layers([(k, v), (k, v)])
+    assert cache.num_layers == 2
+    assert cache.bytes_per_block == 2 * 4 * 2 * 4 * 4
+    before = k.clone()
+    cache.apply(Plan().add("copy", (0, 1), (1, 0)))
+    assert torch.equal(k, before[[1, 0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (None, "plan: got NoneType, accepted is a Step or Plan"),
+        (Plan([("copy", [0], [1])]), "src is a list, accepted is an int64 buffer"),
+        (Plan([("copy", torch.tensor([0.5]), torch.tensor([1.0]))]), r"src of a copy move: got dtype torch.float32"),
+        (
+            Plan([("copy", memoryview(array("q", [0, 1, 2]))[::2], array("q", [1, 2]))]),
+            "strided, accepted is a contiguous",
+        ),
+        (Plan([(["copy"], array("q", [0]), array("q", [1]))]), r"a move of kind \['copy'\]"),
+    ],
+)
+def test_what_is_no_plan(plan: object, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        make().apply(plan)
+
+
+def test_what_is_no_layer() -> None:
+    k = torch.zeros(2, 4, 1, 8)
+    with pytest.raises(InvalidArgument, match="layers: got NoneType"):
+        KVCache.from_layers(None)
+    with pytest.raises(InvalidArgument, match=r"layers\[0\]: got Tensor, accepted is a pair"):
+        KVCache.from_layers([k, k])
+    with pytest.raises(InvalidArgument, match=r"layers\[0\]: v_cache: got dtype"):
+        KVCache.from_layers([(k, k.half())])
+
+
+def test_sizes_beyond_block_ids() -> None:
+    with pytest.raises(
+        InvalidArgument, match="num_blocks: got 1180591620717411303424, accepted is an integer >= 1, at most"
+    ):
+        KVCache(1, 2**70, 4, 1, 8, dtype=torch.float32, device="cpu")
+    with pytest.raises(InvalidArgument, match="device: got 'xpu', accepted is a torch device of this machine"):
+        KVCache(1, 2, 4, 1, 8, dtype=torch.float32, device="xpu")
+    with pytest.raises(InvalidArgument, match=r"destination block 0 .* accepted is none: the host pool is empty"):
+        KVCache(1, 2, 4, 1, 8, dtype=torch.float32, device="cpu").apply(Plan().add("swap_out", (0, 0)))

@@ -164,3 +164,15 @@ def test_every_public_name_exists() -> None:
         assert name in dir(pagedkern)
     with pytest.raises(AttributeError, match="no attribute 'attend'"):
         pagedkern.attend  # noqa: B018
+
+
+def test_backends_without_torch_say_so() -> None:
+    out = python(
+        "import pagedkern\nfor info in pagedkern.backends(): print(info.available, info.reason)", blocked=("torch",)
+    )
+    lines = out.splitlines()
+    assert len(lines) >= 2
+    for line in lines:
+        assert line.startswith("False")
+        assert "torch" in line
+        assert "pip install" in line

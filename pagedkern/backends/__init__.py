@@ -48,20 +48,27 @@ def load(name: str) -> Backend:
 @cache
 def probe(name: str) -> Probe:
     """Whether the backend of that name can run here, found out once a process."""
-    return load(name).probe()
+    return _probe(name)
+
+
+def _probe(name: str) -> Probe:
+    try:
+        return load(name).probe()
+    except ImportError as error:  # of the module itself, before it could look for what it needs
+        return Probe(False, f"{error}: pip install 'pagedkern[cpu]', or the extra of your GPU")
 
 
 def available(name: str) -> Backend:
     """The backend of that name; raises `BackendUnavailable` with the missing piece if it cannot run here."""
-    backend = load(name)
-    if not probe(name).available:
-        raise BackendUnavailable(f"backend={name!r} cannot run here: {probe(name).reason}")
-    return backend
+    found = probe(name)
+    if not found.available:
+        raise BackendUnavailable(f"backend={name!r} cannot run here: {found.reason}")
+    return load(name)
 
 
 def backends() -> list[BackendInfo]:
     """Every backend with its availability on this machine, and the reason."""
-    probes = ((name, load(name).probe()) for name in _LOCATIONS)  # anew, for whoever has just installed something
+    probes = ((name, _probe(name)) for name in _LOCATIONS)  # anew, for whoever has just installed something
     return [BackendInfo(name, p.available, p.emulated, p.reason) for name, p in probes]
 
 
