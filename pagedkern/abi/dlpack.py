@@ -7,6 +7,7 @@ then on its consumer owes the exporter exactly one call of the deleter, which `_
 from __future__ import annotations
 
 import ctypes
+import operator
 from typing import Any
 
 from pagedkern.abi.arrayview import ArrayView, checked, contiguous_strides, unknown_dtype
@@ -103,7 +104,7 @@ class _Managed:
 
 def view(obj: Any, name: str, stream: int | None) -> ArrayView:
     """Describe a DLPack exporter. Raises `BufferError` if it declines, `InvalidArgument` for what the ABI has not."""
-    managed = _consume(_capsule(obj, stream), name, obj)
+    managed = _consume(_capsule(obj, name, stream), name, obj)
     record = managed.record
     read_only = False
     if isinstance(record, DLManagedTensorVersioned):
@@ -123,10 +124,16 @@ def view(obj: Any, name: str, stream: int | None) -> ArrayView:
     return checked(name, ptr, _DTYPES[key], shape, strides, *device, read_only, None, managed)
 
 
-def _capsule(obj: Any, stream: int | None) -> object:
+def _capsule(obj: Any, name: str, stream: int | None) -> object:
     """Ask for a capsule: versioned and never a copy; plain where the exporter does not know these arguments."""
-    device_type, _ = obj.__dlpack_device__()
-    where = {"stream": stream} if int(device_type) in _WITH_STREAM else {}
+    device = obj.__dlpack_device__()
+    try:
+        device_type, _ = map(operator.index, device)  # JAX and NumPy give an IntEnum, which is an int
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"{name}: its __dlpack_device__ returned {device!r}, accepted are two integers: device type and id"
+        ) from error
+    where = {"stream": stream} if device_type in _WITH_STREAM else {}
     try:
         return obj.__dlpack__(max_version=_VERSION, copy=False, **where)
     except TypeError:

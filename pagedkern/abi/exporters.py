@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
 
@@ -98,21 +99,34 @@ _CUDA_KINDS = {"i": "int", "u": "uint", "f": "float", "b": "bool"}
 def _from_cuda(obj: object, name: str, interface: Any) -> ArrayView:
     """Versions 0 to 3 of https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
     try:
-        shape = tuple(int(n) for n in interface["shape"])
+        shape = tuple(_integer(n, 0, 2**63) for n in interface["shape"])
         typestr = str(interface["typestr"])
         order, kind, itemsize = typestr[0], typestr[1], int(typestr[2:])
-        ptr, read_only = interface["data"]
-        byte_strides, stream = interface.get("strides"), interface.get("stream")
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        address, read_only = interface["data"]
+        ptr = _integer(address or 0, 0, 2**64)
+        given, stream = interface.get("strides"), interface.get("stream")
+        byte_strides = None if given is None else tuple(_integer(n, -(2**63), 2**63) for n in given)
+        stream = None if stream is None else _integer(stream, 0, 2**64)
+        if byte_strides is not None and len(byte_strides) != len(shape):
+            raise ValueError(f"{len(byte_strides)} strides for {len(shape)} dimensions")
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise InvalidArgument(f"{name}: its __cuda_array_interface__ is malformed ({error!r}): {interface}") from error
     if interface.get("mask") is not None:
         raise InvalidArgument(f"{name}: got a masked array, accepted is one without a mask")
     if stream == 0:
         raise InvalidArgument(f"{name}: its __cuda_array_interface__ names stream 0, accepted are 1, 2 and handles")
     dtype = sized_dtype(name, _CUDA_KINDS.get(kind, ""), itemsize, order, f"typestr {typestr!r}")
-    strides = element_strides(name, tuple(byte_strides), itemsize) if byte_strides else contiguous_strides(shape)
+    strides = contiguous_strides(shape) if byte_strides is None else element_strides(name, byte_strides, itemsize)
     device_id = _cuda_index(obj)
-    return checked(name, int(ptr or 0), dtype, shape, strides, DEVICE_CUDA, device_id, bool(read_only), stream, obj)
+    return checked(name, ptr, dtype, shape, strides, DEVICE_CUDA, device_id, bool(read_only), stream, obj)
+
+
+def _integer(value: Any, low: int, end: int) -> int:
+    """An integer of low .. end-1. Raises `TypeError` or `ValueError`."""
+    number = operator.index(value)
+    if not low <= number < end:
+        raise ValueError(f"{number} is out of range")
+    return number
 
 
 def _cuda_index(obj: object) -> int:

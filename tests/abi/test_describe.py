@@ -297,12 +297,45 @@ def test_cuda_array_says_which_gpu_the_way_cupy_and_numba_do() -> None:
         ({"strides": (4, 8)}, "last dimension with a stride of 2 elements"),
         ({"strides": (12, 6)}, "multiples of the element's 4 bytes"),
         ({"data": (0, False)}, "without memory"),
+        ({"data": ("a", False)}, "malformed"),
+        ({"data": (1.5, False)}, "malformed"),
+        ({"data": (-8, False)}, "malformed (ValueError('-8 is out of range'))"),
+        ({"data": (2**64, False)}, "malformed"),
+        ({"data": (1,)}, "malformed"),
+        ({"shape": (-2, 3)}, "malformed (ValueError('-2 is out of range'))"),
+        ({"shape": (1.5, 3)}, "malformed"),
+        ({"shape": (2**63, 3)}, "malformed"),
+        ({"strides": 5}, "malformed"),
+        ({"strides": "ab"}, "malformed"),
+        ({"strides": ()}, "malformed (ValueError('0 strides for 2 dimensions'))"),
+        ({"strides": (4,)}, "malformed (ValueError('1 strides for 2 dimensions'))"),
+        ({"strides": (12, 4, 4)}, "malformed (ValueError('3 strides for 2 dimensions'))"),
+        ({"strides": (2**63, 4)}, "malformed"),
+        ({"stream": "default"}, "malformed"),
     ],
 )
 def test_cuda_arrays_that_are_refused(interface: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidArgument, match=r"^k_cache: ") as caught:
         describe(CudaArray(**interface), "k_cache")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("interface", [5, "text", [1]])
+def test_a_cuda_interface_that_is_no_mapping(interface: object) -> None:
+    class Odd:
+        __cuda_array_interface__ = interface
+
+    with pytest.raises(InvalidArgument, match=r"^q: its __cuda_array_interface__ is malformed"):
+        describe(Odd(), "q")
+
+
+@pytest.mark.parametrize("device", [None, 5, (1,), (1, 0, 0), "ab", ("cpu", 0), (1.5, 0)], ids=str)
+def test_a_malformed_dlpack_device(device: object) -> None:
+    exporter = CapsuleExporter((I32 * 2)(), (2,))
+    exporter.device = device  # type: ignore[assignment]
+    with pytest.raises(InvalidArgument, match=r"^q: its __dlpack_device__ returned .*, accepted are two integers"):
+        describe(exporter, "q")
+    assert exporter.asked == []  # no capsule that nobody would give back
 
 
 # What is no array
