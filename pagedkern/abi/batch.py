@@ -159,6 +159,12 @@ def validate(
     )
 
 
+def check_batch(batch: object) -> None:
+    """Raises `InvalidType` for what `validate` has not made."""
+    if not isinstance(batch, Batch):
+        raise InvalidType(f"batch: got {type_name(batch)}, accepted is a Batch, which `validate` returns")
+
+
 def count(value: object, name: str, *, at_least: int = 0, at_most: int = 2**63 - 1) -> int:
     """A host integer in a range. Raises `InvalidType` if it is no integer, `InvalidArgument` if it is out of range."""
     try:

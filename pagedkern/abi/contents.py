@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagedkern.abi.batch import Batch, count
+from pagedkern.abi.batch import Batch, check_batch, count
 from pagedkern.abi.hostmem import numbers, on_host
 from pagedkern.errors import BlockIndexError
 
@@ -12,11 +12,12 @@ def validate_contents(batch: Batch, *, sliding_window: int | None = None) -> Non
 
     Only what will be followed is checked: table entries at `j >= ceil(seq_lens[i] / B)` may hold anything, and so may
     those wholly behind `sliding_window` (tokens that a query sees, its own included), where an allocator that gives
-    such blocks back leaves -1. O(used entries).
+    such blocks back leaves -1, and the rows of sequences to which `cu_seqlens_q` gives no query. O(used entries).
 
     Raises `BlockIndexError` that names the array, the sequence, the position and the value; `InvalidArgument` if an
-    index array is not on the host.
+    index array is not on the host; `InvalidType` if `batch` is no `Batch`.
     """
+    check_batch(batch)
     window = None if sliding_window is None else count(sliding_window, "sliding_window", at_least=1)
     _check_cu_seqlens(batch)
     _check_seq_lens(batch)
@@ -69,9 +70,9 @@ def _check_block_table(batch: Batch, window: int | None) -> None:
     cu = None if batch.cu_seqlens_q is None else numbers(batch.cu_seqlens_q)
     table, size = on_host(batch.block_table, "block_table"), batch.block_size
     for i, seq_len in enumerate(lens):
-        if seq_len == 0:
-            continue
         q_len = 1 if cu is None else cu[i + 1] - cu[i]
+        if seq_len == 0 or q_len == 0:
+            continue
         # The first query of the sequence sees furthest back: to its own position less the window.
         first = 0 if window is None else min(max(seq_len - q_len - window + 1, 0), seq_len) // size
         used = numbers(table, i)[first : -(-seq_len // size)]

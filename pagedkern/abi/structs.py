@@ -9,7 +9,7 @@ from numbers import Real
 from typing import ClassVar
 
 from pagedkern.abi.arrayview import ArrayView
-from pagedkern.abi.batch import Batch, count
+from pagedkern.abi.batch import Batch, check_batch, count
 from pagedkern.abi.codes import ABI_VERSION, DTYPE_CODES, HOST_DEVICES
 from pagedkern.abi.exporters import describe, type_name
 from pagedkern.errors import InvalidArgument, InvalidType
@@ -94,7 +94,11 @@ _ARRAYS = ("block_table", "seq_lens", "cu_seqlens_q", "slot_mapping", "k_cache",
 
 
 def to_struct(batch: Batch) -> BatchStruct:
-    """The batch as the C struct that kernels and engines in other languages take. It keeps the arrays alive."""
+    """The batch as the C struct that kernels and engines in other languages take. It keeps the arrays alive.
+
+    Raises `InvalidType` if `batch` is no `Batch`.
+    """
+    check_batch(batch)
     struct = BatchStruct(
         version=ABI_VERSION,
         struct_size=ctypes.sizeof(BatchStruct),
@@ -143,6 +147,7 @@ def to_params(
 
     Raises `InvalidType` or `InvalidArgument` that names the argument, what was given and what is accepted.
     """
+    check_batch(batch)
     if batch.q is None:
         raise InvalidArgument("batch: got one without q, accepted is one that asks for attention")
     if not isinstance(causal, bool):
@@ -170,11 +175,23 @@ def _real(value: object, name: str, *, positive: bool = False) -> float:
     """A finite host number that float32 can hold."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidType(f"{name}: got {type_name(value)}, accepted is a number")
-    number = ctypes.c_float(float(value)).value
+    try:
+        number = ctypes.c_float(float(value)).value
+    except OverflowError:  # an integer or fraction that float64 cannot hold
+        number = math.inf
     if not math.isfinite(number) or (positive and number <= 0):
         accepted = "a finite float32 greater than 0" if positive else "a finite float32"
-        raise InvalidArgument(f"{name}: got {value!r}, accepted is {accepted}")
+        raise InvalidArgument(f"{name}: got {_short(value)}, accepted is {accepted}")
     return number
+
+
+def _short(value: Real) -> str:
+    """A number for a message, a long one cut off."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of many thousand digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _floats(batch: Batch, obj: object, name: str, dim: str, length: int) -> ArrayView | None:

@@ -137,6 +137,16 @@ def test_entries_behind_the_window_are_not_followed() -> None:
         validate_contents(batch, sliding_window=2.0)  # type: ignore[arg-type]
 
 
+def test_rows_without_a_query_are_not_followed() -> None:
+    validate_contents(make([[HUGE, -1], [1, 2], [LOW, LOW]], [5, 8, 3], [0, 0, 8, 8]))
+    with pytest.raises(BlockIndexError, match=r"^block_table: got -1 for sequence 1 at position 1"):
+        validate_contents(make([[HUGE, -1], [1, -1], [LOW, LOW]], [5, 8, 3], [0, 0, 8, 8]))
+    with pytest.raises(BlockIndexError, match=r"^block_table: got -1 for sequence 0 at position 1"):
+        validate_contents(make([[1, -1]], [8]))  # without cu_seqlens_q each sequence has one
+    with pytest.raises(BlockIndexError, match=r"^seq_lens: got 9 for sequence 0"):
+        validate_contents(make([[1, 2]], [9], [0, 0]))  # lengths are read whatever the queries
+
+
 @given(data=st.data(), size=st.integers(1, 5), width=st.integers(1, 4), window=st.none() | st.integers(1, 12))
 def test_exactly_the_followed_entries_are_checked(data: Any, size: int, width: int, window: int | None) -> None:
     """Garbage wherever no query looks is fine; garbage wherever one looks is found."""

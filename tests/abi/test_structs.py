@@ -7,11 +7,21 @@ import gc
 import math
 import weakref
 from array import array
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from pagedkern.abi import ABI_VERSION, AttentionParamsStruct, BatchStruct, to_params, to_struct, validate
+from pagedkern.abi import (
+    ABI_VERSION,
+    AttentionParamsStruct,
+    BatchStruct,
+    to_params,
+    to_struct,
+    validate,
+    validate_contents,
+)
 from pagedkern.errors import InvalidArgument, InvalidType
 from tests.abi.makers import CapsuleExporter, view
 from tests.abi.test_validate import BOOKKEEPING, DECODE, MIXED
@@ -177,6 +187,10 @@ F8 = view("float32", (8,))
     [
         (MIXED, {"scale": math.nan}, InvalidArgument, "scale: got nan, accepted is a finite float32"),
         (MIXED, {"scale": 1e300}, InvalidArgument, "scale: got 1e+300, accepted is a finite float32"),
+        (MIXED, {"scale": 10**400}, InvalidArgument, "scale: got 1000"),
+        (MIXED, {"scale": 10**5000}, InvalidArgument, "scale: got a number of thousands of digits, accepted is a fin"),
+        (MIXED, {"scale": Fraction(10**400)}, InvalidArgument, "scale: got Fraction(1000"),
+        (MIXED, {"softcap": -(10**400)}, InvalidArgument, "softcap: got -1000"),
         (MIXED, {"scale": "1"}, InvalidType, "scale: got str, accepted is a number"),
         (MIXED, {"scale": True}, InvalidType, "scale: got bool, accepted is a number"),
         (MIXED, {"softcap": 0}, InvalidArgument, "softcap: got 0, accepted is a finite float32 greater than 0"),
@@ -249,3 +263,11 @@ def test_params_that_are_refused(arrays: dict[str, Any], options: dict[str, Any]
     with pytest.raises(error) as caught:
         to_params(batch, **options)
     assert str(caught.value).startswith(message)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("call", [to_struct, to_params, validate_contents])
+@pytest.mark.parametrize("batch", [None, 5, MIXED], ids=["None", "int", "dict"])
+def test_what_is_no_batch(call: Callable[..., object], batch: object) -> None:
+    with pytest.raises(InvalidType, match=rf"^batch: got {type(batch).__name__}, accepted is a Batch"):
+        call(batch)
