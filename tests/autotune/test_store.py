@@ -171,6 +171,14 @@ DAMAGE: dict[str, Callable[[str], str | bytes]] = {
     "rounds a bool": lambda text: text.replace('"rounds": 41', '"rounds": true'),
     "config a list": lambda text: text.replace('"config": {}', '"config": []'),
     "config nested": lambda text: text.replace('"config": {}', '"config": {"a": {"b": 1}}'),
+    "config too large": lambda text: text.replace('"config": {}', f'"config": {{"span": {64 * 10**30}}}'),
+    "config infinite": lambda text: text.replace('"config": {}', '"config": {"span": 1e999}'),
+    "config null": lambda text: text.replace('"config": {}', '"config": {"span": null}'),
+    "seconds too large": lambda text: text.replace('"seconds": 0.002', f'"seconds": {10**400}'),
+    "seconds of many digits": lambda text: text.replace('"seconds": 0.002', f'"seconds": {"9" * 5000}'),
+    "rounds too large": lambda text: text.replace('"rounds": 41', f'"rounds": {10**400}'),
+    "half a surrogate pair": lambda text: text.replace('"default": "cpu', r'"default": "\ud800cpu'),
+    "device a list": lambda text: json.dumps({**json.loads(text), "device": [1]}),
     "code missing": lambda text: text.replace('"code"', '"codex"'),
     "code a number": lambda text: json.dumps(_with(json.loads(text), code=3)),
 }
@@ -197,6 +205,29 @@ def test_a_damaged_file_is_a_miss_said_once(name: str, caplog: pytest.LogCapture
     assert list(store.contents()) == [] or name == "another device"
     save(DECODE, {"reference": TUNED})  # and it can be tuned again
     assert lookup(DECODE) is not None
+
+
+@pytest.mark.parametrize("name", ["/usr", "/", "..", "../../tests", "cpu/../cpu", "", ".", "*", "\0"])
+def test_a_backend_that_is_a_path_is_not_followed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(DECODE, {"reference": TUNED})
+    document = json.loads(path.read_text())
+    entry = document["choices"].pop("reference")
+    entry["code"]["kernel"] = "unknown"
+    path.write_text(json.dumps({**document, "choices": {name: {**entry, "gain_low": 9.0}, "reference": entry}}))
+
+    def walk(self: Path, pattern: str) -> Iterator[Path]:
+        raise AssertionError(f"walked {self}")
+
+    device.code.cache_clear()
+    device.kernel_hash.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rglob", walk)
+        assert device.kernel_hash(name) == "unknown"
+        patch.setattr(device, "kernel_hash", lambda _: "unknown")
+        store.reload()
+        assert lookup(DECODE, name or "?") is None
+        assert lookup(DECODE).backend == "reference"  # type: ignore[union-attr]
+        assert {entry.backend: entry.state for entry in store.contents()} == {name: "stale", "reference": "auto"}
 
 
 def test_every_truncation_is_a_miss() -> None:

@@ -214,6 +214,8 @@ def contents() -> Iterator[Stored]:
         try:
             document = _load(path)
             key, device = Key(**document["problem"]), document["device"]
+            if not isinstance(device, dict):
+                raise ValueError("of no device")
             if path.name != key.filename():
                 raise ValueError("of another problem than its name says")
             here = machine.present(key.device) and path == location(home, key)
@@ -273,7 +275,8 @@ def _load(path: Path) -> dict[str, Any]:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise ValueError(f"longer than {MAX_BYTES} bytes")
-    document = json.loads(content, parse_constant=_no_constant)
+    document = json.loads(content, parse_constant=_finite, parse_float=_finite)
+    json.dumps(document, ensure_ascii=False).encode()  # a half of a surrogate pair cannot be printed: ValueError
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f"not of format {FORMAT}")
     return document
@@ -288,19 +291,26 @@ _FIELDS = {  # of a choice in the file: its type and least value
 
 def _parse(entry: Mapping[str, object]) -> tuple[Tuned, Mapping[str, object]]:
     config, code = entry["config"], entry["code"]
-    if not isinstance(config, dict) or not all(isinstance(v, (int, float, str, bool)) for v in config.values()):
+    if not isinstance(config, dict) or not all(map(_is_plain, config.values())):
         raise ValueError("a config that is no mapping of plain values")
     if not isinstance(code, dict):
         raise ValueError("no code")
     fields: dict[str, object] = {}
     for name, (kind, least) in _FIELDS.items():
         value = entry[name]
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and _is_plain(value):
             value = float(value)
-        if type(value) is not kind or (least is not None and not least <= value < math.inf):  # type: ignore[operator]
-            raise ValueError(f"{name} is {value!r}")
+        if type(value) is not kind or not _is_plain(value) or (least is not None and value < least):  # type: ignore[operator]
+            raise ValueError(f"{name} is {value!r:.60}")
         fields[name] = value
     return Tuned(config=MappingProxyType(config), **fields), code  # type: ignore[arg-type]
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a flag, a name, or a number that kernels and their launchers can hold."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    return isinstance(value, (bool, str)) or (type(value) is float and math.isfinite(value))
 
 
 def _entry(tuned: Tuned, code: Mapping[str, object]) -> dict[str, object]:
@@ -310,6 +320,8 @@ def _entry(tuned: Tuned, code: Mapping[str, object]) -> dict[str, object]:
 
 def _fresh(backend: str, code: Mapping[str, object]) -> bool:
     """Whether a choice was measured with the code that would run now. A library installed since then is no change."""
+    if not backend.isidentifier():  # its sources are looked for by this name, which a file may have as "/usr"
+        return False
     now, then = machine.code(backend), code.get("libraries")
     same = code.get("pagedkern") == now["pagedkern"] and code.get("kernel") == now["kernel"]
     return same and isinstance(then, dict) and then.items() <= machine.libraries().items()
@@ -340,8 +352,11 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+def _finite(text: str) -> float:
+    """A number of the file; raises `ValueError` for NaN and for what is too large for float64."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text:.60} is no finite number")
+    return number
 
 
 _warned: set[tuple[Path, str]] = set()

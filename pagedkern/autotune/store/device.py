@@ -71,8 +71,11 @@ def code(backend: str) -> Mapping[str, str | Mapping[str, str]]:
 def kernel_hash(backend: str) -> str:
     """SHA-256, shortened, of every source file of a backend; "unknown" where none are found.
 
-    The sources are looked for by name, in `backends/<name>/` or `backends/<name>.py`, so that nothing is imported.
+    The sources are looked for by name, in `backends/<name>/` or `backends/<name>.py`, so that nothing is imported. What
+    is no identifier names no backend, and could be a path out of there.
     """
+    if not backend.isidentifier():
+        return "unknown"
     digest = hashlib.sha256()
     try:
         sources = [p for p in sorted((BACKENDS / backend).rglob("*")) if p.suffix in SOURCES]
