@@ -14,7 +14,7 @@ tune: $(stamp) ## measure this machine and store the best backend, block size an
 	$(run) -m pagedkern.autotune $(ARGS)
 
 test: $(stamp) ## run every test
-	$(run) -m pytest -n 2 --dist worksteal $(ARGS)
+	$(run) -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(stamp) ## style and format
 	$(run) -m ruff check .

@@ -30,14 +30,16 @@ class Plan(Protocol):
 class PlannedStep(Plan, Protocol):
     """What `inputs` describes: a `Step` of the allocator, whose arrays are buffers."""
 
-    block_table: Any  # int32 [S, W]
-    seq_lens: Any  # int32 [S]
-    cu_seqlens_q: Any  # int32 [S+1]
-    max_seqlen_q: int
-
     @property
-    def slot_mapping(self) -> Any:  # int64 [T]
-        """Where each new token's K and V go."""
+    def block_table(self) -> Any: ...  # int32 [S, W]
+    @property
+    def seq_lens(self) -> Any: ...  # int32 [S]
+    @property
+    def cu_seqlens_q(self) -> Any: ...  # int32 [S+1]
+    @property
+    def max_seqlen_q(self) -> int: ...
+    @property
+    def slot_mapping(self) -> Any: ...  # int64 [T]
 
 
 class StepInputs(NamedTuple):

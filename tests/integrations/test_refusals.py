@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -297,3 +299,31 @@ def test_masks_of_other_kinds() -> None:
         ):
             attention(torch.nn.Module(), key, keys, values, mask, sliding_window=window)
     assert cache.allocator.num_free_blocks == 4
+
+
+@torch.no_grad()
+def test_a_model_that_runs_fewer_layers_than_its_config(model: Any) -> None:
+    """Its passes never end, so what they wrote would be undone for good: said at the second one, not wrong text."""
+    cache = cache_of(model)
+    model.model.layers = model.model.layers[:1]
+    model(IDS, **passing(cache))
+    with pytest.raises(InvalidArgument, match=r"ended after layer 0 of 0 \.\. 1, .* runs every layer of its config"):
+        model(IDS[:, :1], **passing(cache))
+    cache.allocator.check()
+    assert cache.get_seq_length() == 0
+
+
+@torch.no_grad()
+def test_a_model_that_runs_more_layers_than_the_cache_has(model: Any) -> None:
+    cache = cache_of(model)
+    cache.layers.pop()
+    with pytest.raises(InvalidArgument, match=r"got K and V of layer 1, accepted is 0 \.\. 0"):
+        model(IDS, **passing(cache))
+
+
+def test_a_cache_is_neither_copied_nor_pickled(model: Any) -> None:
+    cache = cache_of(model)
+    with pytest.raises(Unsupported, match="pool of its own"):
+        copy.deepcopy(cache)
+    with pytest.raises(Unsupported, match="memory of this process"):
+        pickle.dumps(cache)

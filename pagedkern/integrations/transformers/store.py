@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -122,7 +122,29 @@ class PagedStore(Cache):
         self._layout = layout
         self._k_scale, self._v_scale = k_scale, v_scale
         self._forward: Forward | None = None
+        self._ran_through = False  # a forward pass has come through all layers
         self._announced: int | None = None  # the layer whose attention has to come next
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by each layer of the model: see `PagedLayer.update`."""
+        if layer_idx >= len(self.layers):
+            raise InvalidArgument(
+                f"past_key_values: got K and V of layer {layer_idx}, accepted is 0 .. {len(self.layers) - 1}, the "
+                "layers of the config that the cache was made for"
+            )
+        updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return updated
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise Unsupported(
+            f"{type(self).__name__}: a copy would need a pool of its own, accepted is batch_repeat_interleave, which "
+            "shares the blocks"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise Unsupported(f"{type(self).__name__}: its blocks are memory of this process, it cannot be pickled")
 
     @property
     def num_columns(self) -> int:
@@ -166,8 +188,15 @@ class PagedStore(Cache):
         shape = (query.shape[0], query.shape[2])
         try:
             kv = self._memory(key, value)
-            if self._forward is None or index in self._forward.done:
-                self.roll_back()
+            if self._forward is not None and index in self._forward.done and self._ran_through:
+                self.roll_back()  # the pass before raised on its way: every layer is known to run
+            elif self._forward is not None and index in self._forward.done:
+                raise InvalidArgument(
+                    f"past_key_values: the forward pass before this one ended after layer {max(self._forward.done)} of "
+                    f"0 .. {len(self.layers) - 1}, so it was undone; accepted is a model that runs every layer of its "
+                    "config (if it raised on the way: call it again)"
+                )
+            if self._forward is None:
                 self._forward = self._begin(*shape, visible)
                 self._forward.upload(kv)
                 kv.apply(self._forward.step)
@@ -182,7 +211,7 @@ class PagedStore(Cache):
             raise
         forward.done.add(index)
         if len(forward.done) == len(self.layers):
-            self._forward = None
+            self._forward, self._ran_through = None, True
             self._end(forward)
         return forward.unpack(out)
 
