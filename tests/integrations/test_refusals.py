@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 )
 
 from pagedkern.errors import BackendUnavailable, InvalidArgument, OutOfBlocks, Unsupported
-from pagedkern.integrations.transformers import NAME, PagedCache
+from pagedkern.integrations.transformers import NAME, PagedCache, generate
 from pagedkern.integrations.transformers.attention import attention, make_mask
 from tests.integrations.models import passing, prompts, tiny
 
@@ -299,6 +299,28 @@ def test_masks_of_other_kinds() -> None:
         ):
             attention(torch.nn.Module(), key, keys, values, mask, sliding_window=window)
     assert cache.allocator.num_free_blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt_list", "options", "words"),
+    [
+        ([1, 2, 3], {}, r"prompts\[0\]: got 1, accepted is a list of strings"),
+        ([[1], None], {}, r"prompts\[1\]: got None"),
+        ([[1.9]], {}, r"prompts\[0\]: got \[1.9\]"),
+        ([[1], [2, 64_000]], {}, r"prompts\[1\]: got token id 64000, accepted is 0 \.\. "),
+        ([[-1]], {}, r"prompts\[0\]: got token id -1"),
+        ([[1]], {"temperature": "a"}, "temperature: got str 'a', accepted is a number"),
+        ([[1]], {"top_p": None}, "top_p: got NoneType"),
+    ],
+)
+def test_generate_refuses(model: Any, prompt_list: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        generate(model, prompt_list, max_new_tokens=2, **options)
+
+
+def test_a_temperature_of_almost_nothing_is_greedy(model: Any) -> None:
+    greedy, cold = (generate(model, [[1, 2, 3]], max_new_tokens=4, temperature=t) for t in (0, 1e-310))
+    assert greedy.completions[0][0].tokens == cold.completions[0][0].tokens
 
 
 @torch.no_grad()

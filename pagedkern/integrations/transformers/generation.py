@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import index
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def generate(
         Unsupported: a model that a paged cache cannot serve.
         OutOfBlocks: the pool is too small for one of the prompts alone.
     """
-    ids = _token_ids(prompts, tokenizer)
+    ids = _token_ids(prompts, tokenizer, model.get_input_embeddings().num_embeddings)
     numbers = {"n": n, "max_new_tokens": max_new_tokens, "block_size": block_size, "max_batch_tokens": max_batch_tokens}
     for name, value in numbers.items():
         count(name, value)
@@ -148,7 +149,7 @@ def _attention_of(model: Any) -> Iterator[None]:
             model.set_attn_implementation(before)
 
 
-def _token_ids(prompts: List[str] | List[List[int]], tokenizer: Any) -> list[list[int]]:
+def _token_ids(prompts: List[str] | List[List[int]], tokenizer: Any, vocabulary: int) -> list[list[int]]:
     accepted = "accepted is a list of strings, or of lists of token ids"
     if isinstance(prompts, str) or not isinstance(prompts, List):
         raise InvalidType(f"prompts: got {type(prompts).__name__}, {accepted}")
@@ -159,9 +160,15 @@ def _token_ids(prompts: List[str] | List[List[int]], tokenizer: Any) -> list[lis
         if isinstance(prompt, str) and tokenizer is None:
             raise InvalidType(f"prompts[{i}]: got a string, accepted are token ids, or strings with a tokenizer")
         tokens: Any = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-        if not len(tokens):
+        try:
+            result.append([index(token) for token in tokens])
+        except TypeError:
+            raise InvalidType(f"prompts[{i}]: got {tokens!r:.80}, {accepted}") from None
+        if not result[-1]:
             raise InvalidArgument(f"prompts[{i}]: got no tokens, accepted is one at least")
-        result.append([int(token) for token in tokens])
+        for token in result[-1]:
+            if not 0 <= token < vocabulary:
+                raise InvalidArgument(f"prompts[{i}]: got token id {token}, accepted is 0 .. {vocabulary - 1}")
     return result
 
 

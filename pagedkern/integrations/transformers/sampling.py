@@ -9,7 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from pagedkern.errors import InvalidArgument
+from pagedkern.errors import InvalidArgument, InvalidType
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            if isinstance(value := getattr(self, name), bool) or not isinstance(value, (int, float)):
+                raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is a number")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise InvalidArgument(
                 f"temperature: got {self.temperature}, accepted is a finite number >= 0 (0 is greedy)"
@@ -41,7 +44,9 @@ class Sampling:
         if self.temperature == 0:
             return _numbers(logits.argmax(-1))
         draws = torch.tensor([[g.random()] for g in generators], dtype=torch.float64, device=logits.device)
-        weights, ids = torch.softmax(logits.double() / self.temperature, -1).sort(dim=-1, descending=True, stable=True)
+        weights, ids = torch.softmax((logits.double() - logits.double().amax(-1, True)) / self.temperature, -1).sort(
+            dim=-1, descending=True, stable=True
+        )
         before = weights.cumsum(-1) - weights
         cumulative = weights.where(before < self.top_p, 0).cumsum(-1)  # the first token always stays
         # The first place whose cumulative weight exceeds the draw: never a token of weight zero.
