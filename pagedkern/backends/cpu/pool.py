@@ -8,49 +8,57 @@ once, "omp" does after fork(), and Numba's mask of threads is not torch's.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+# The interpreter's own locks, past the `threading` module: a signal handler that raises (Ctrl-C) breaks the wait for a
+# `threading.Lock`, never that in this C function. `CDLL` lets go of the GIL meanwhile, `ctypes.pythonapi` would not.
+_python = ctypes.CDLL(None)
+_new, _free = _python.PyThread_allocate_lock, _python.PyThread_free_lock
+_acquire, _release = _python.PyThread_acquire_lock, _python.PyThread_release_lock
+_new.restype, _new.argtypes = ctypes.c_void_p, ()
+_acquire.restype, _acquire.argtypes = ctypes.c_int, (ctypes.c_void_p, ctypes.c_int)  # lock, whether to wait
+_release.restype, _release.argtypes = None, (ctypes.c_void_p,)
+_free.restype, _free.argtypes = None, (ctypes.c_void_p,)
+
 
 class _Job:
-    """A task that any number of threads may join until it is closed."""
+    """A task that helpers may join until the caller has the gate, which it gets when nobody is inside."""
 
     def __init__(self, task: Callable[[], None]) -> None:
         self._task = task
         self._lock = threading.Lock()
-        self._idle = threading.Event()
-        self._idle.set()
         self._inside = 0
-        self._closed = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # the first that a helper met
+        self.gate: int = _new()  # held by the helpers inside, as one; then by the caller, for good
+        if not self.gate:
+            raise MemoryError("no memory for a lock")
+
+    def __del__(self) -> None:
+        if getattr(self, "gate", None):
+            _acquire(self.gate, 0)
+            _release(self.gate)  # free by now, as it must be
+            _free(self.gate)
 
     def join(self) -> None:
-        """Run the task, unless the job is closed. Called by helpers."""
+        """Run the task, unless the caller has left or is about to. Called by helpers."""
         with self._lock:
-            if self._closed:
+            if not self._inside and not _acquire(self.gate, 0):
                 return
             self._inside += 1
-            self._idle.clear()
         error = None
         try:
             self._task()
         except BaseException as caught:  # handed to the caller, who waits for us
             error = caught
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
             self._inside -= 1
             if not self._inside:
-                self._idle.set()
-
-    def close(self) -> None:
-        """Let nobody in any more, wait for those inside, and raise what they raised. Called by the caller."""
-        with self._lock:
-            self._closed = True
-        self._idle.wait()
-        if self._error is not None:
-            raise self._error
+                _release(self.gate)
 
 
 class Pool:
@@ -69,18 +77,23 @@ class Pool:
         """Run `task` in the calling thread and in up to `threads - 1` others, and return when all have returned.
 
         The task must draw its work from a shared counter: a helper may come when everything is done, or not at all.
+        Whatever the calling thread is interrupted by, no helper runs the task any more when this returns or raises.
         """
         if threads <= 1:
             task()
             return
         job = _Job(task)
         self._grow(threads - 1)
-        for _ in range(threads - 1):
-            self._offers.put(job)
         try:
+            for _ in range(threads - 1):
+                self._offers.put(job)
             task()
         finally:
-            job.close()
+            # Signal handlers run when a call returns, a Python function begins or a loop goes round: none of that
+            # comes between the `try` and the end of the wait.
+            _acquire(job.gate, 1)
+        if job.error is not None:
+            raise job.error
 
     def _grow(self, helpers: int) -> None:
         with self._lock:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -68,6 +74,88 @@ def test_errors_reach_the_caller(where: str) -> None:
     with pytest.raises(ZeroDivisionError, match=where):
         pool.run(task, 2)
     pool.run(everybody.reset, 1)
+
+
+@contextmanager
+def signals_that_can_be_waited_for() -> Iterator[socket.socket]:
+    """A socket from which a byte can be read once the interpreter has noted a signal."""
+    ours, its = socket.socketpair()
+    its.setblocking(False)
+    ours.settimeout(60)
+    before = signal.set_wakeup_fd(its.fileno())
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield ours
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.set_wakeup_fd(before)
+        ours.close()
+        its.close()
+
+
+def test_interrupts_wait_for_the_helpers() -> None:
+    """Ctrl-C, again and again, while a helper still works: the caller gets it when the helper is out, not before."""
+    pool, both = Pool(), threading.Barrier(2, timeout=60)
+    caller = threading.main_thread()
+    done: list[bool] = []
+    assert threading.current_thread() is caller, "signals are handled in the main thread only"
+
+    def task() -> None:
+        both.wait()
+        if threading.current_thread() is caller:
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the interrupt is due before this line")
+        noted.recv(1)
+        for _ in range(100):  # by the end the caller has been waiting for us for long
+            signal.pthread_kill(caller.ident or 0, signal.SIGINT)
+            noted.recv(1)
+        done.append(True)
+
+    with signals_that_can_be_waited_for() as noted:
+        for n in range(1, 11):
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(task, 2)
+            assert len(done) == n, "the caller left while a helper was inside"
+
+
+def test_interrupts_at_any_moment() -> None:
+    """One interrupt a call, wherever a timer happens to put it; no helper is inside when it arrives."""
+    pool, caller, lock = Pool(), threading.main_thread(), threading.Lock()
+    inside, armed, hits = 0, False, 0
+
+    def task() -> None:
+        nonlocal inside
+        if threading.current_thread() is caller:
+            sum(range(2000))
+            return
+        with lock:
+            inside += 1
+        time.sleep(3e-4)  # without the GIL, as a kernel works: the caller is free to run away
+        with lock:
+            inside -= 1
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for n in itertools.count():
+            signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + n * 37 % 1500))
+            try:
+                armed = True
+                pool.run(task, 3)
+                armed = False
+            except KeyboardInterrupt:
+                hits += 1
+            assert not inside, "the caller left while a helper was inside"
+            if hits == 300:
+                break
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_torch_sets_the_number_of_threads() -> None:
