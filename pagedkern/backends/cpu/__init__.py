@@ -7,9 +7,9 @@ loops, `plan` cuts a call into work, `kernels` does it, `pool` shares it among t
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from importlib import import_module
 from types import ModuleType
 from typing import ClassVar
 
@@ -38,10 +38,18 @@ class CpuBackend:
         self._isa = isa
 
     def probe(self) -> Probe:
-        """Look for torch and Numba."""
-        for package in ("torch", "numba"):
-            if importlib.util.find_spec(package) is None:
-                return Probe(False, f"no module named {package!r}: pip install pagedkern[cpu]")
+        """Import torch, Numba and the launcher: that packages are installed does not say that they run together.
+
+        Takes 0.25 s the first time, and what torch takes if nobody has imported it.
+        """
+        for package in ("torch", "numba", f"{__name__}.launch"):
+            try:
+                import_module(package)
+            except ModuleNotFoundError as error:
+                return Probe(False, f"no module named {error.name!r}: pip install pagedkern[cpu]")
+            except Exception as error:  # what a broken installation raises is anybody's guess
+                why = f"{type(error).__name__}: {error}"
+                return Probe(False, f"{package} cannot be imported ({why}): pip install --upgrade pagedkern[cpu]")
         return Probe(True, "this CPU, compiled by Numba")
 
     def supports(self, problem: Problem) -> str | None:
