@@ -84,6 +84,10 @@ class CpuBackend:
     def attention(self, call: AttentionCall, config: Config) -> None:
         """Compute section 4 into `call.out` and `call.lse`.
 
+        Lengths are copied before anything else, so another thread may change them at any time. The block table is read
+        where it stands, each id checked as it is used: whoever writes it during the call gets undefined numbers or a
+        `BlockIndexError`, but no memory outside the cache is touched.
+
         Raises:
             BlockIndexError: a length or a used entry of the block table is out of range; `out` is then undefined.
         """
@@ -92,7 +96,7 @@ class CpuBackend:
         _launch().attention(call, config.span, self._isa)
 
     def write_kv(self, call: WriteCall) -> None:
-        """Scatter K and V into their slots.
+        """Scatter K and V into the slots that `slot_mapping` holds at the start of the call.
 
         Raises:
             BlockIndexError: a slot is out of range; nothing was written.

@@ -53,6 +53,8 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     POOL.run(lambda: attend(args, work, tg), n_threads)
     if memory[0][2]:  # the counter C_BAD
         i, j, block = FIND_BAD_BLOCK.get(neutral)(args, neutral)
+        if i < 0:
+            raise BlockIndexError("block_table was written during the call, and held a block id out of range meanwhile")
         raise BlockIndexError(
             f"block_table[{i}, {j}] is {block} (sequence {i}, tokens from {j * args.block_size}), "
             f"accepted is 0 to {args.blocks - 1}"
@@ -62,13 +64,17 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
 
 def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
     """The record of a call, and the tensors that its addresses point into."""
-    keep = []
+    keep: list[Tensor] = []
+
+    def held(x: Tensor) -> int:
+        keep.append(x)
+        return x.data_ptr()
 
     def flat(x: Tensor | None) -> int:
-        if x is None:
-            return 0
-        keep.append(x.contiguous())
-        return keep[-1].data_ptr()
+        return 0 if x is None else held(x.contiguous())
+
+    def copied(x: Tensor | None) -> int:
+        return 0 if x is None else held(_copy(x))
 
     q, k, v, out, lse = call.q, call.k_cache, call.v_cache, call.out, call.lse
     item, size = q.element_size(), k.element_size()
@@ -79,7 +85,7 @@ def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
         k=k.data_ptr(), k_block=k_stride[0] * size, k_slot=k_stride[1] * size, k_head=k_stride[2] * size,
         v=v.data_ptr(), v_block=v_stride[0] * size, v_slot=v_stride[1] * size, v_head=v_stride[2] * size,
         table=call.block_table.data_ptr(), table_row=call.block_table.stride(0) * 4, width=call.block_table.shape[1],
-        seq_lens=flat(call.seq_lens), cu=flat(call.cu_seqlens_q),
+        seq_lens=copied(call.seq_lens), cu=copied(call.cu_seqlens_q),
         out=out.data_ptr(), out_token=out.stride(0) * item, out_head=out.stride(1) * item,
         lse=0 if lse is None else lse.data_ptr(),
         lse_token=0 if lse is None else lse.stride(0) * 4, lse_head=0 if lse is None else lse.stride(1) * 4,
@@ -134,7 +140,7 @@ def _work(
 def write_kv(call: WriteCall, isa: str = "native") -> None:
     """See `base.WriteCall`."""
     tg = target(_name(call.k_cache.dtype), isa)
-    slots = call.slot_mapping.contiguous()
+    slots = _copy(call.slot_mapping)
     counter = torch.zeros(1, dtype=torch.int64)
     n, block_size = call.k_cache.shape[:2]
     args = store.Write(
@@ -170,7 +176,7 @@ def _rows(new: Tensor, cache: Tensor, scale: Tensor | None) -> tuple[store.Rows,
 
 def copy_blocks(call: CopyCall) -> None:
     """See `base.CopyCall`."""
-    src, dst = call.src_blocks, call.dst_blocks
+    src, dst = _copy(call.src_blocks), _copy(call.dst_blocks)
     for i, cache in enumerate(call.caches):
         for name, ids in (("src_blocks", src), ("dst_blocks", dst)):
             wrong = (ids < 0) | (ids >= cache.shape[0])
@@ -184,6 +190,11 @@ def copy_blocks(call: CopyCall) -> None:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Numbers that are checked first and used later: between the two another thread may write the caller's tensor."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _name(dtype: torch.dtype) -> str:

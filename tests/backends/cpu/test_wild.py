@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from pagedkern.backends.base import CopyCall, WriteCall
-from pagedkern.backends.cpu import CpuBackend, CpuConfig
+from pagedkern.backends.cpu import CpuBackend, CpuConfig, launch
 from pagedkern.errors import BlockIndexError, InvalidArgument
 from tests.backends.cpu.helpers import attend
 from tests.contract.problems import Call, Spec, build, same_bits
@@ -88,6 +90,88 @@ def test_copies(name: str, block: int) -> None:
     with pytest.raises(BlockIndexError, match=re.escape(f"{name}[1] is {block}, accepted is 0 to")):
         CpuBackend().copy_blocks(CopyCall(caches, ids["src_blocks"], ids["dst_blocks"]))
     assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True)), "copied before all ids were checked"
+
+
+class Then:
+    """A kernel after whose first run something happens: another thread that comes just then, each time."""
+
+    def __init__(self, entry: Any, happens: Callable[[], object]) -> None:
+        self.entry, self.happens, self.happened = entry, happens, False
+
+    def get(self, target: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            result = self.entry.get(target)(*args)
+            if not self.happened:
+                self.happened = True
+                self.happens()
+            return result
+
+        return run
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "value"),
+    [
+        (Spec(seq_lens=(1000, 5)), "seq_lens", [990, 6]),
+        (Spec(seq_lens=(1000, 17), query_lens=(3, 5)), "cu_seqlens_q", [0, 5, 8]),
+    ],
+    ids=["seq_lens", "cu_seqlens_q"],
+)
+def test_lengths_that_change_during_the_call(
+    spec: Spec, name: str, value: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work is counted, memory taken, and the work planned: all of it by the lengths of one moment."""
+    call = build(spec)
+    want = attend(call)
+    given = call.args[name] = call.args[name].clone()
+    then = Then(launch.PLAN, lambda: given.copy_(torch.tensor(value)))
+    monkeypatch.setattr(launch, "PLAN", then)
+    got = attend(call)
+    assert then.happened
+    assert given.tolist() == value
+    assert same_bits(got.out, want.out)
+    assert same_bits(got.lse, want.lse)
+
+
+def test_a_block_id_that_is_wrong_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the kernel, gone when it is looked for: still refused, and nothing is said about entry -1."""
+    call = call_with(Spec(seq_lens=(5,)), "block_table", (0, 0), HUGE)
+    monkeypatch.setattr(launch, "ATTEND", Then(launch.ATTEND, lambda: call.args["block_table"].zero_()))
+    with pytest.raises(BlockIndexError, match="block_table was written during the call"):
+        attend(call)
+
+
+def test_slots_that_change_during_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, k_cache, v_cache = new_rows([3, 9])
+    slots = call.slot_mapping
+    monkeypatch.setattr(launch, "FIND_BAD_SLOT", Then(launch.FIND_BAD_SLOT, lambda: slots.copy_(torch.tensor([4, 20]))))
+    CpuBackend().write_kv(call)
+    assert slots.tolist() == [4, 20]
+    for cache, new in ((k_cache, call.k), (v_cache, call.v)):
+        flat = cache.flatten(0, 1)
+        assert same_bits(flat[[3, 9]], new)
+        assert flat.isnan().any(dim=2).any(dim=1).sum() == 30, "only the slots that were checked are written"
+
+
+def test_block_ids_of_copies_that_change_during_the_call() -> None:
+    src, dst = torch.tensor([0]), torch.tensor([2])
+
+    class Caches(list[Tensor]):
+        rounds = 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            """The first round checks the ids, the second copies."""
+            self.rounds += 1
+            if self.rounds == 2:
+                src[0], dst[0] = 1, 3
+            return super().__iter__()
+
+    cache = torch.randn(4, 2)
+    want = cache[[0, 1, 0, 3]]
+    caches = Caches([cache])
+    CpuBackend().copy_blocks(CopyCall(caches, src, dst))
+    assert caches.rounds == 2
+    assert torch.equal(cache, want)
 
 
 @pytest.mark.parametrize("span", [0, -64, 63, 100, 64.0, "64", True])
