@@ -16,16 +16,18 @@ from typing import ClassVar
 from pagedkern.backends.base import ITEMSIZE, AttentionCall, Config, CopyCall, Probe, Problem, WriteCall
 from pagedkern.errors import InvalidArgument
 
+MAX_SPAN = 1 << 30  # tokens; positions are int32, so twice this would be no cut at all
+
 
 @dataclass(frozen=True)
 class CpuConfig(Config):
     """What pays to tune. Results for one value are the same to the bit whatever else changes."""
 
-    span: int = 1024  # tokens of one item of work where keys are split; a multiple of 64
+    span: int = 1024  # tokens of one item of work where keys are split; a multiple of 64, at most MAX_SPAN
 
     def __post_init__(self) -> None:
-        if isinstance(self.span, bool) or not isinstance(self.span, int) or self.span < 64 or self.span % 64:
-            raise InvalidArgument(f"config.span: got {self.span!r}, accepted is a multiple of 64 that is at least 64")
+        if type(self.span) is not int or not 64 <= self.span <= MAX_SPAN or self.span % 64:
+            raise InvalidArgument(f"config.span: got {self.span!r}, accepted is a multiple of 64 from 64 to {MAX_SPAN}")
 
 
 class CpuBackend:

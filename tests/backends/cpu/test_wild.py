@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagedkern.backends.base import CopyCall, WriteCall
-from pagedkern.backends.cpu import CpuBackend, CpuConfig, launch
+from pagedkern.backends.cpu import MAX_SPAN, CpuBackend, CpuConfig, launch
 from pagedkern.errors import BlockIndexError, InvalidArgument
 from tests.backends.cpu.helpers import attend
 from tests.contract.problems import Call, Spec, build, same_bits
@@ -174,12 +174,17 @@ def test_block_ids_of_copies_that_change_during_the_call() -> None:
     assert torch.equal(cache, want)
 
 
-@pytest.mark.parametrize("span", [0, -64, 63, 100, 64.0, "64", True])
+@pytest.mark.parametrize("span", [0, -64, 63, 100, 64.0, "64", True, MAX_SPAN + 64, 64 * 10**30])
 def test_config(span: object) -> None:
     with pytest.raises(InvalidArgument, match=r"config\.span: got"):
         CpuConfig(span)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match=r"config\.span: got"):
         CpuBackend().make_config({"span": span})
+
+
+def test_the_longest_span() -> None:
+    call = build(Spec(seq_lens=(1000,)))
+    assert same_bits(attend(call, span=MAX_SPAN).out, attend(call, span=1024).out)
 
 
 def test_config_fields() -> None:
