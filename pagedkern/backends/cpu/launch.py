@@ -185,7 +185,8 @@ def copy_blocks(call: CopyCall) -> None:
                 most = cache.shape[0] - 1
                 raise BlockIndexError(f"{name}[{at}] is {int(ids[at])}, accepted is 0 to {most} (caches[{i}])")
     for cache in call.caches:
-        bits = cache.view(_BITS[cache.element_size()])  # a dtype that every copy knows
+        size = cache.element_size()
+        bits = cache.view(_BITS[size]) if size in _BITS else cache  # a dtype that every copy knows; complex128 is one
         bits.index_copy_(0, dst, bits.index_select(0, src))
 
 

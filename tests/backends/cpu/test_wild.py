@@ -174,6 +174,23 @@ def test_block_ids_of_copies_that_change_during_the_call() -> None:
     assert torch.equal(cache, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64, torch.complex32, torch.bool, torch.uint16])
+@pytest.mark.parametrize("strided", [False, True])
+def test_copies_of_any_dtype(dtype: torch.dtype, strided: bool) -> None:
+    """To the bit, NaN with a payload included."""
+    size = dtype.itemsize
+    ends = [0x01, 0x00] if dtype is torch.bool else [0x7F, 0xF5]  # the last bytes of NaN in each float format
+    raw = torch.tensor([*range(1, 200)] * 10)[: 4 * 6 * size].to(torch.uint8).reshape(4, 6, size)
+    raw = raw % 2 if dtype is torch.bool else raw
+    raw[0, 0] = torch.tensor(ends * size)[:size].flip(0)
+    cache = raw.view(dtype).reshape(4, 6)
+    view = cache[:, ::2] if strided else cache
+    want = raw.clone()
+    want[3, :: 2 if strided else 1] = raw[0, :: 2 if strided else 1]
+    CpuBackend().copy_blocks(CopyCall([view], torch.tensor([0]), torch.tensor([3])))
+    assert torch.equal(raw, want)
+
+
 @pytest.mark.parametrize("span", [0, -64, 63, 100, 64.0, "64", True, MAX_SPAN + 64, 64 * 10**30])
 def test_config(span: object) -> None:
     with pytest.raises(InvalidArgument, match=r"config\.span: got"):
