@@ -9,12 +9,12 @@ from threading import get_ident
 from typing import Any, TextIO
 
 from pagedkern.allocator import audit, sequences, snapshot, stepper, swap
-from pagedkern.allocator.arguments import Salt, Tokens, integer, new_tokens, single_ids, tenant, token_ids
+from pagedkern.allocator.arguments import MAX_TOKENS, Salt, Tokens, integer, new_tokens, single_ids, tenant, token_ids
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.facts import Facts
 from pagedkern.allocator.observe import BlockEvent, EventLog, digests
-from pagedkern.allocator.operation import OperationLog, operation, transaction
+from pagedkern.allocator.operation import BUSY, OperationLog, operation, transaction
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.step import Phase, Plan, Step, Verdict
 from pagedkern.errors import InvalidArgument, InvalidType
@@ -40,7 +40,13 @@ class BlockAllocator(Facts):
 
     **All or nothing.** A call that raises changes nothing. `OutOfBlocks` if blocks are lacking, `StaleSequence` for a
     handle that is freed, swapped out or of another allocator, `InvalidArgument` (a `ValueError`) and `InvalidType`
-    (also a `TypeError`) for the rest.
+    (also a `TypeError`) for the rest; the same if something raises that the call uses, as an argument that iterates.
+    But not if an exception arrives from outside in the middle of a call, as `KeyboardInterrupt` may: run `check` then,
+    and `restore` a snapshot if it fails.
+
+    **One call at a time.** A lazy list of sequences or tokens is walked through before the call begins, and may use the
+    allocator. Whatever else a call runs (`__index__`, a signal handler, ids that are lazy in a list) may not:
+    `InvalidArgument`.
 
     **Threads.** No locks: one thread owns the allocator, the first that uses it. An assertion catches a second one
     (not under `python -O`); `adopt` hands it over.
@@ -190,8 +196,8 @@ class BlockAllocator(Facts):
         With `max_tokens`, the step computes that many at most in all, first come first served: its `seqs` are the
         leading ones that get any. `InvalidArgument` for a sequence that has nothing left to compute. O(tokens).
         """
-        batch = self._core.own_all(seqs)
         budget = None if max_tokens is None else integer("max_tokens", max_tokens, 1)
+        batch = self._core.own_all(seqs)
         ends = stepper.prompt_ends(batch, budget)
         return stepper.make_step(self._core, batch[: len(ends)], ends, growing=0)
 
@@ -229,9 +235,11 @@ class BlockAllocator(Facts):
     def _append(
         self, seqs: Iterable[Sequence], tokens: Iterable[int | Tokens] | None, num_tokens: int, lookahead: int
     ) -> Step:
-        batch = self._core.own_all(seqs)
-        ahead = integer("lookahead", lookahead, 0)
-        ends = stepper.grow(batch, *new_tokens(len(batch), tokens, num_tokens))
+        given = self._core.each(seqs)
+        ahead = integer("lookahead", lookahead, 0, MAX_TOKENS)
+        counts, ids = new_tokens(len(given), tokens, num_tokens)
+        batch = self._core.own_all(given)
+        ends = stepper.grow(batch, counts, ids)
         return stepper.make_step(self._core, batch, ends, len(batch), ahead)
 
     @operation
@@ -250,13 +258,13 @@ class BlockAllocator(Facts):
         served, and those that get none are left out. O(tokens + blocks begun).
         """
         core = self._core
-        growing, prompts = list(core.each(appending, "appending")), list(core.each(prefilling, "prefilling"))
-        batch = core.own_all(growing + prompts)
-        ahead = integer("lookahead", lookahead, 0)
+        growing, prompts = core.each(appending, "appending"), core.each(prefilling, "prefilling")
+        ahead = integer("lookahead", lookahead, 0, MAX_TOKENS)
         counts, ids = new_tokens(len(growing), tokens, 1)
         budget = None
         if max_tokens is not None:
             budget = integer("max_tokens", max_tokens, max(1, sum(counts))) - sum(counts)
+        batch = core.own_all(growing + prompts)
         ends = stepper.prompt_ends(batch[len(growing) :], budget, "prefilling")
         ends = stepper.grow(batch[: len(growing)], counts, ids, "appending") + ends
         return stepper.make_step(core, batch[: len(ends)], ends, len(growing), ahead)
@@ -302,8 +310,9 @@ class BlockAllocator(Facts):
         evicted.
 
         Sequences made inside are then freed, steps made inside are aborted: carry none out before the end.
-        Transactions nest. Steps inside take the general path, not the fast one. Entering is O(live sequences) if a
-        batch was on the fast path.
+        Transactions nest. One that is left before those inside it is `InvalidArgument`, and all of them are taken back:
+        as tasks of an event loop do that each open one. Steps inside take the general path, not the fast one. Entering
+        is O(live sequences) if a batch was on the fast path.
         """
         with transaction(self):
             yield self
@@ -315,14 +324,19 @@ class BlockAllocator(Facts):
 
         `InvalidArgument` unless the cache is empty: a router would never hear of what is in it.
         """
+        self._idle("record_events")
         if len(self._core.prefix) or len(self._core.host.prefix):
             raise InvalidArgument("record_events: blocks are cached already, call it on a new or cleared allocator")
         self._core.record(EventLog())
 
     @property
     def events(self) -> list[BlockEvent]:
-        """What has been stored and removed since the last look, in order. Empty without `record_events`."""
-        return self._core.events.drain() if self._core.events is not None else []
+        """What has been stored and removed since the last look, in order. Empty without `record_events`.
+
+        Empty also inside a transaction, which may yet be taken back: its events come after the outermost one has ended.
+        """
+        core = self._core
+        return [] if core.events is None or core.transactions or core.busy else core.events.drain()
 
     def digests(self, tokens: Tokens, *, salt: Salt = None) -> list[bytes]:
         """The SHA-256 of each full block of a prompt, as `BlockEvent.digest` has it: equal in all processes.
@@ -344,6 +358,7 @@ class BlockAllocator(Facts):
 
         O(blocks + tokens).
         """
+        self._idle("snapshot")
         return snapshot.take(self._core, self._reserve)
 
     @classmethod
@@ -377,6 +392,11 @@ class BlockAllocator(Facts):
         """Make the calling thread the owner. The thread that owned the allocator must not be using it."""
         self._thread = get_ident()
 
+    def _idle(self, name: str) -> None:
+        """Refuse a call from within an operation."""
+        if self._core.busy:
+            raise InvalidArgument(f"{name}: {BUSY}")
+
     def _claim(self) -> bool:
         """Whether the calling thread is the owner, or becomes it as the first one."""
         if self._thread is None:
@@ -386,6 +406,6 @@ class BlockAllocator(Facts):
     def _prompt(self, tokens: int | Tokens) -> tuple[array[int], int, bool]:
         """The ids worth keeping, the length of the prompt, whether it takes part in the prefix cache."""
         if not hasattr(tokens, "__iter__"):
-            return array("q"), integer("tokens", tokens, 0, 2**31 - 1), False
+            return array("q"), integer("tokens", tokens, 0, MAX_TOKENS), False
         ids = token_ids("tokens", tokens)
         return (ids, len(ids), True) if self._core.caching else (array("q"), len(ids), False)

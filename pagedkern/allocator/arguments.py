@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import index
 from typing import Any, TypeAlias
 
@@ -13,6 +13,10 @@ from pagedkern.errors import InvalidArgument, InvalidType
 Salt: TypeAlias = str | bytes | int | None
 Tokens: TypeAlias = Iterable[int]
 """Token ids: a list, an `array`, anything that iterates over integers of at most 64 bits, signed."""
+
+
+MAX_TOKENS = 2**31 - 1
+"""Of a sequence and of a step: lengths are int32."""
 
 
 def integer(name: str, value: object, low: int, high: int | None = None) -> int:
@@ -29,6 +33,19 @@ def integer(name: str, value: object, low: int, high: int | None = None) -> int:
 def unpacked(tokens: Any) -> Any:
     """A tensor or array of some library as a list or an int, which is faster than item by item; else what is given."""
     return tokens.tolist() if hasattr(tokens, "tolist") and not isinstance(tokens, array) else tokens
+
+
+def settled(value: Any) -> Any:
+    """What iterates by code of the caller's as a list; else what is given, tensors and mappings too."""
+    if not hasattr(value, "__iter__") or hasattr(value, "tolist"):
+        return value
+    return value if isinstance(value, (list, tuple, str, bytes, bytearray, Mapping)) else list(value)
+
+
+def materialised(value: Any) -> Any:
+    """The same all the way down, tensors included: can be iterated over more than once."""
+    lists = unpacked(settled(value))
+    return [materialised(item) for item in lists] if isinstance(lists, (list, tuple)) else value
 
 
 _HIGH_BYTE = 7 if sys.byteorder == "little" else 0
@@ -51,7 +68,9 @@ def token_ids(name: str, tokens: Tokens) -> array[int]:
     if type(tokens) is array and tokens.typecode == "q":
         return tokens[:]
     tokens = unpacked(tokens)
-    if isinstance(tokens, (str, bytes, bytearray)) or not isinstance(tokens, Iterable):
+    if not isinstance(tokens, (list, tuple)) and (
+        isinstance(tokens, (str, bytes, bytearray, Mapping)) or not isinstance(tokens, Iterable)
+    ):
         raise InvalidType(f"{name}: got {type(tokens).__name__}, a list or array of token ids is accepted")
     try:
         return packed(tokens)
@@ -62,10 +81,16 @@ def token_ids(name: str, tokens: Tokens) -> array[int]:
 
 
 def tenant(salt: object) -> Salt:
-    """The salt, if it can be one. Numbers that Python takes for equal would share: no bools, no floats."""
-    if salt is not None and (isinstance(salt, bool) or not isinstance(salt, (str, bytes, int))):
-        raise InvalidType(f"salt: got {type(salt).__name__}, a str, bytes, an int or None is accepted")
-    return salt
+    """The salt as a plain value, if it can be one. No bools, no floats: Python takes some for equal to ints."""
+    if salt is None or type(salt) is str:
+        return salt
+    if isinstance(salt, str):
+        return str.__str__(salt)
+    if isinstance(salt, bytes):
+        return bytes(memoryview(salt))
+    if isinstance(salt, int) and not isinstance(salt, bool):
+        return int.__index__(salt)
+    raise InvalidType(f"salt: got {type(salt).__name__}, a str, bytes, an int or None is accepted")
 
 
 def single_ids(tokens: object, count: int) -> array[int] | None:
@@ -83,7 +108,7 @@ def new_tokens(
     num_seqs: int, tokens: Iterable[int | Tokens] | None, num_tokens: int
 ) -> tuple[list[int], list[Iterable[int] | None]]:
     """How many tokens each sequence grows by, and their ids if they are known."""
-    count = integer("num_tokens", num_tokens, 1)
+    count = integer("num_tokens", num_tokens, 1, MAX_TOKENS)
     if tokens is None:
         return [count] * num_seqs, [None] * num_seqs
     if count != 1:
@@ -91,7 +116,7 @@ def new_tokens(
     single = single_ids(tokens, num_seqs)
     if single is not None:
         return [1] * num_seqs, [(token,) for token in single]
-    if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes, bytearray)):
+    if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes, bytearray, Mapping)):
         raise InvalidType(f"tokens: got {type(tokens).__name__}, one id or a list of ids for each sequence is accepted")
     rows: list[Iterable[int] | None] = []
     counts = []

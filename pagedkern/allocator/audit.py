@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def check(core: Core) -> None:
     """Raise `AuditError` with the first invariant found broken. O(blocks + tokens)."""
+    _expect(not core.busy, "an operation is running, or was broken off")
     _expect(core.in_transaction or not core.undo, f"{len(core.undo)} entries left in the undo log")
     for cohort in core.cohorts.values():
         _check_cohort(cohort)

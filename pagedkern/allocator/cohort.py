@@ -16,6 +16,7 @@ from collections import deque
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from pagedkern.allocator.arguments import MAX_TOKENS
 from pagedkern.allocator.prefix import Fill
 from pagedkern.allocator.step import Phase, Row, Step, Table, make_table
 from pagedkern.errors import InvalidArgument
@@ -82,12 +83,11 @@ class Cohort:
         self._committed = 0
         self._pending: deque[Step] = deque()
         size = core.block_size
-        calendar: list[list[int]] = [[] for _ in range(size)]
+        calendar: dict[int, list[int]] = {}
         for row, length in enumerate(self._base):
-            calendar[-length % size].append(row)
-        self._calendar = tuple(
-            map(tuple, calendar)
-        )  # [k % B]: the rows that enter a new block at the k-th step, and filled one the step before
+            calendar.setdefault(-length % size, []).append(row)
+        # [k % B], if there are any: the rows that enter a new block at the k-th step, and filled one the step before
+        self._calendar = {phase: tuple(rows) for phase, rows in calendar.items()}
 
     def belongs_to(self, core: Core) -> bool:
         return self._core is core
@@ -104,7 +104,9 @@ class Cohort:
         """The step that appends one token to each sequence. O(S) in C, O(rows that enter or fill a block) in Python."""
         core, number, seqs = self._core, self._issued, self.seqs
         size, rows = core.block_size, len(seqs)
-        entering = self._calendar[number % size]
+        if self._longest + number >= MAX_TOKENS:
+            raise InvalidArgument(f"seqs: {_too_long(self)}, accepted are at most 2^31-1 tokens")
+        entering = self._calendar.get(number % size, ())
         fresh = core.pool.take(len(entering)) if entering else ()
         step = Step(core.owner, core.last_plan + 1, self.members)
         table = self._table
@@ -148,7 +150,7 @@ class Cohort:
         log.extend(ids)
         start = len(log) - min(size, number) * rows
         fills = []
-        for row in self._calendar[number % size]:
+        for row in self._calendar.get(number % size, ()):
             seq = self.seqs[row]
             tokens, blocks = seq._tokens, seq._blocks
             new = log[start + row :: rows]
@@ -200,6 +202,11 @@ class Cohort:
             if self._committed:
                 seq._registered = seq._computed // self._core.block_size
                 seq._private = max(seq._private, seq._registered)
+
+
+def _too_long(cohort: Cohort) -> str:
+    seq = next(s for row, s in enumerate(cohort.seqs) if cohort.length(row) >= MAX_TOKENS)
+    return f"sequence {seq.id} would have {seq.num_tokens + 1} tokens"
 
 
 def _add_one(lanes: array[int], nbytes: int, ones: int) -> bytes:

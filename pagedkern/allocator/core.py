@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pagedkern.allocator.observe import COUNTS, EventLog
 from pagedkern.allocator.pool import BlockPool
@@ -16,6 +16,9 @@ from pagedkern.errors import InvalidArgument, InvalidType, StaleSequence
 
 if TYPE_CHECKING:
     from pagedkern.allocator.cohort import Cohort
+
+Mark: TypeAlias = tuple[int, dict[str, int]]
+"""Where a transaction began: entries in the undo log, and the counts."""
 
 
 class Core:
@@ -41,9 +44,14 @@ class Core:
         self.table: Table | None = None  # of the last `append` that was not the work of a cohort
         self.last_seq = 0
         self.last_plan = 0
-        self.in_transaction = False
+        self.transactions: list[Mark] = []  # open ones, outermost first
+        self.busy = False  # an operation is running
         self.counts = dict.fromkeys(COUNTS, 0)
         self.events: EventLog | None = None
+
+    @property
+    def in_transaction(self) -> bool:
+        return bool(self.transactions)
 
     def record(self, events: EventLog) -> None:
         """Tell of every change of the prefix index from now on."""
@@ -104,15 +112,15 @@ class Core:
                 cohort.stop()
             seq._sync()
 
-    def each(self, seqs: object, name: str) -> Iterable[object]:
-        """What is given as several sequences, if one can iterate over it."""
+    def each(self, seqs: object, name: str = "seqs") -> list[object]:
+        """What is given as several sequences, if one can iterate over it, as a list of its own."""
         if not hasattr(seqs, "__iter__"):
             raise InvalidType(f"{name}: got {type(seqs).__name__}, a list of Sequence is accepted")
-        return seqs
+        return list(seqs)
 
     def own_all(self, seqs: object, state: State = State.LIVE) -> list[Sequence]:
         """`own` for each sequence of a batch, which must not name one twice."""
-        batch = [self.own(s, f"seqs[{i}]", state) for i, s in enumerate(self.each(seqs, "seqs"))]
+        batch = [self.own(s, f"seqs[{i}]", state) for i, s in enumerate(self.each(seqs))]
         if len(batch) > 1 and len(set(batch)) != len(batch):
             twice = next(s.id for i, s in enumerate(batch) if s in batch[:i])
             raise InvalidArgument(f"seqs: sequence {twice} is named twice")

@@ -1,49 +1,76 @@
-"""What surrounds every operation: the owner's thread, all or nothing, and the optional log of operations."""
+"""What surrounds every operation: the owner's thread, one at a time, all or nothing, the optional log of operations.
+
+All or nothing holds for every exception that an operation raises itself or that comes out of what it calls: arguments
+that iterate, `__index__`, `__eq__`. It cannot be promised for an exception that arrives from outside between two
+bytecodes, as `KeyboardInterrupt` from a signal does: a change and its entry in the undo log are two steps. After one,
+`check()` says whether the state is whole; if not, `restore` a snapshot.
+"""
 
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TextIO, TypeVar
 
-from pagedkern.allocator.arguments import unpacked
+from pagedkern.allocator.arguments import materialised, settled, unpacked
 from pagedkern.allocator.sequence import Sequence
 from pagedkern.allocator.step import Plan, Step, Verdict
-from pagedkern.errors import OutOfBlocks
+from pagedkern.errors import InvalidArgument, OutOfBlocks
 
 if TYPE_CHECKING:
     from pagedkern.allocator.allocator import BlockAllocator
+    from pagedkern.allocator.core import Core, Mark
+
+BUSY = "another operation of this allocator is running; what it calls may not call the allocator"
 
 P = ParamSpec("P")
 R = TypeVar("R")
 WRONG_THREAD = "a BlockAllocator belongs to one thread; call adopt() in the thread that takes it over"
+_SETTLED = frozenset((list, tuple, array, int, str, bytes, type(None), Sequence, Plan, Step))
+"""Types of arguments that run no code of the caller's when they are iterated over, or that are not iterated over."""
 
 
 def operation(
     method: Callable[Concatenate[BlockAllocator, P], R],
 ) -> Callable[Concatenate[BlockAllocator, P], R]:
-    """An operation is all or nothing: whatever it raises, the state is as it was before."""
+    """An operation is all or nothing: whatever it raises, the state is as it was before.
+
+    Arguments that iterate lazily are walked through first, so that they may call the allocator. Any other call from
+    within an operation is refused.
+    """
 
     @wraps(method)
     def run(self: BlockAllocator, *args: P.args, **kwargs: P.kwargs) -> R:
         assert self._thread == get_ident() or self._claim(), WRONG_THREAD
+        core = self._core
+        if core.busy:
+            raise InvalidArgument(f"{method.__name__}: {BUSY}")
+        for arg in args:
+            if type(arg) not in _SETTLED:
+                args = tuple(map(settled, args))  # type: ignore[assignment]
+                break
+        if kwargs:
+            kwargs = {key: settled(value) for key, value in kwargs.items()}  # type: ignore[assignment]
         log = self._log
         if log is not None:  # the log calls this again, with itself out of the way
             return log.run(run, self, args, kwargs)
-        core = self._core
         undo = core.undo
         mark = len(undo)
         try:
+            core.busy = True
             result = method(self, *args, **kwargs)
+            if not core.transactions:
+                undo.clear()
         except BaseException as error:
             undo.rollback(mark)
             core.counts["out_of_blocks"] += isinstance(error, OutOfBlocks)
             raise
-        if not core.in_transaction:
-            undo.clear()
+        finally:
+            core.busy = False
         return result
 
     return run  # type: ignore[return-value]
@@ -54,26 +81,43 @@ def transaction(self: BlockAllocator) -> Iterator[None]:
     """What `BlockAllocator.transaction` does."""
     assert self._thread == get_ident() or self._claim(), WRONG_THREAD
     core, log = self._core, self._log
-    outer, mark, counts = core.in_transaction, len(core.undo), dict(core.counts)
+    if core.busy:
+        raise InvalidArgument(f"transaction: {BUSY}")
     core.settle_cohorts()
-    core.in_transaction = True
+    this = len(core.undo), dict(core.counts)
+    core.transactions.append(this)
     if log is not None:
         log.write({"op": "begin"})
     try:
         yield
     except BaseException:
-        core.undo.rollback(mark)
-        core.counts.update(counts)
-        if log is not None:
-            log.write({"op": "rollback"})
+        _leave(core, log, this, "rollback")
         raise
     else:
-        if log is not None:
-            log.write({"op": "end"})
-    finally:
-        core.in_transaction = outer
-        if not outer:
-            core.undo.clear()
+        _leave(core, log, this, "end")
+
+
+def _leave(core: Core, log: OperationLog | None, this: Mark, how: str) -> None:
+    """End a transaction: "rollback" or "end". One that is left before those inside it takes them back with itself."""
+    if core.busy:
+        raise InvalidArgument(f"transaction: {BUSY}")
+    number = next((i for i, other in enumerate(core.transactions) if other is this), None)
+    if number is None:
+        if how == "rollback":  # it is, as wanted
+            return
+        raise InvalidArgument("transaction: taken back already, when one around it was left first")
+    inner = len(core.transactions) - number - 1
+    if inner or how == "rollback":
+        core.undo.rollback(this[0])
+        core.counts.update(this[1])
+        how = "rollback"
+    del core.transactions[number:]
+    if not number:
+        core.undo.clear()
+    for _ in range(inner + 1 if log is not None else 0):
+        log.write({"op": how})  # type: ignore[union-attr]
+    if inner:
+        raise InvalidArgument(f"transaction: left before {inner} inside it; all of them are taken back")
 
 
 class OperationLog:
@@ -94,9 +138,8 @@ class OperationLog:
 
     def run(self, method: Callable[..., R], allocator: BlockAllocator, args: Any, kwargs: Any) -> R:
         """Do the operation and write it down, also if it raises."""
-        args = [
-            list(a) if isinstance(a, Iterable) and not isinstance(a, (str, bytes)) else a for a in map(unpacked, args)
-        ]
+        args = [materialised(value) for value in args]  # encoding must not use up what iterates only once
+        kwargs = {key: materialised(value) for key, value in kwargs.items()}
         entry = {"op": method.__name__, "args": encode(args), "kwargs": encode(kwargs)}
         allocator._log = None
         try:

@@ -65,7 +65,7 @@ class PrefixIndex:
         ] * num_blocks  # of each full block that a live sequence computed or that is cached, without runs
         self._by_key: dict[Key, int] = {}  # of a run, the first block only
         self._num_cached = 0
-        self._roots: dict[Salt, int] = {}
+        self._roots: dict[Salt | tuple[bytes], int] = {}  # under (salt,) if that is bytes: never compared with a str
         self._stride = 8 * block_size
         self._number = number
         self._undo = undo
@@ -78,23 +78,24 @@ class PrefixIndex:
 
     def root(self, salt: Salt) -> int:
         """The node of the empty prefix under a salt: tenants with different salts share nothing. Amortised O(1)."""
-        node = self._roots.get(salt)
+        key = (salt,) if type(salt) is bytes else salt
+        node = self._roots.get(key)
         if node is None:
             if len(self._roots) > 1024 + 2 * len(self.keys):  # forget the salts that no cached block is under
                 used = {parent for parent, _ in self._by_key}
                 self._roots = {s: n for s, n in self._roots.items() if n in used}
-            self._roots[salt] = node = self._number.take()
+            self._roots[key] = node = self._number.take()
             if self.events is not None:
                 self.events.salts[node] = salt
         return node
 
     def peek_root(self, salt: Salt) -> int:
         """The node of the empty prefix under a salt, 0 if nothing can be cached under it. Changes nothing."""
-        return self._roots.get(salt, 0)
+        return self._roots.get((salt,) if type(salt) is bytes else salt, 0)
 
     def salts(self) -> list[tuple[Salt, int]]:
         """Each salt with the node of its empty prefix."""
-        return list(self._roots.items())
+        return [(key[0] if isinstance(key, tuple) else key, node) for key, node in self._roots.items()]
 
     # Looking.
 
@@ -275,7 +276,7 @@ class PrefixIndex:
             assert key is not None
             what(self.memory, b, self._nodes[b], key)
 
-    def _set_roots(self, roots: dict[Salt, int]) -> None:
+    def _set_roots(self, roots: dict[Salt | tuple[bytes], int]) -> None:
         self._roots = roots
 
     def _set_node(self, block: int, node: int) -> None:
@@ -368,6 +369,6 @@ class PrefixIndex:
         """Fill a new index with the contents of another one."""
         self._number.next = state["next_node"]
         self._nodes[:] = state["nodes"]
-        self._roots = dict(salts)
+        self._roots = {(salt,) if type(salt) is bytes else salt: node for salt, node in salts}
         for b, parent, ids, node in state["cached"]:
             self._reinsert(b, (parent, array("q", ids).tobytes()), node)

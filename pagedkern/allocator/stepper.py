@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 
+from pagedkern.allocator.arguments import MAX_TOKENS
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.sequence import Sequence, State
@@ -23,6 +24,8 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
     `lookahead` more; for the others they are the prompt's. Blocks are taken first, all at once; if that fails nothing
     has changed. O(tokens + blocks touched).
     """
+    if sum(ends) > MAX_TOKENS and (total := sum(ends) - sum(s._scheduled for s in seqs)) > MAX_TOKENS:
+        raise InvalidArgument(f"seqs: a step of {total} tokens, accepted are at most 2^31-1 tokens")
     rows = [Row(s, s._scheduled, end, s._length, len(s._blocks)) for s, end in zip(seqs, ends, strict=True)]
     if lookahead:
         for row in rows[:growing]:
@@ -88,6 +91,10 @@ def grow(batch: list[Sequence], counts: list[int], ids: list[Iterable[int] | Non
             )
     ends = []
     for seq, count, new in zip(batch, counts, ids, strict=True):
+        if seq._length + count > MAX_TOKENS:
+            raise InvalidArgument(
+                f"{name}: sequence {seq.id} would have {seq._length + count} tokens, accepted are at most 2^31-1 tokens"
+            )
         ends.append(seq._length + count)
         if new is not None and seq._root and len(seq._tokens) == seq._length:
             seq._tokens.extend(new)

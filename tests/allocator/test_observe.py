@@ -263,3 +263,33 @@ def test_the_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "line 5, create: gives {'raises': 'OutOfBlocks'}" in capsys.readouterr().out
     with pytest.raises(InvalidArgument, match="not the start of a log"):
         replay(["{}"])
+
+
+def test_events_wait_for_the_end_of_the_outermost_transaction() -> None:
+    allocator = BlockAllocator(8, 4)
+    allocator.record_events()
+    with pytest.raises(InvalidArgument), allocator.transaction():  # noqa: PT012
+        computed(allocator, list(range(4)))
+        assert allocator.events == []
+        raise InvalidArgument
+    assert allocator.events == []
+    with allocator.transaction():
+        with allocator.transaction():
+            computed(allocator, list(range(4)))
+            assert allocator.events == []
+        assert allocator.events == []
+    assert [e.kind for e in allocator.events] == ["stored"]
+
+
+def test_a_log_of_transactions_left_out_of_order_is_replayed() -> None:
+    allocator, file = BlockAllocator(8, 4), io.StringIO()
+    allocator.log_to(file)
+    first, second = allocator.transaction(), allocator.transaction()
+    first.__enter__()
+    second.__enter__()
+    allocator.create(4)
+    with pytest.raises(InvalidArgument):
+        first.__exit__(None, None, None)
+    del second
+    allocator.create(20)
+    assert replay(file.getvalue().splitlines()) is None

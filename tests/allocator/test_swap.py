@@ -274,3 +274,50 @@ def test_inner_transaction_alone_is_taken_back() -> None:
     assert kept.state == "live"
     assert allocator.num_free_blocks == 7
     allocator.check()
+
+
+def test_a_plan_that_uses_what_an_earlier_one_moves_waits_for_it() -> None:
+    allocator = BlockAllocator(8, 4, num_host_blocks=8)
+    seq = computed(allocator, list(range(6)))
+    (fork,) = allocator.fork(seq)
+    blocks = seq.block_ids
+    first, second = allocator.swap_out([seq]), allocator.swap_out([fork])
+    assert len(second.moves) == 0, "the first moves them"
+    before = fingerprint(allocator)
+    with pytest.raises(InvalidArgument, match=f"{second.id} comes after {first.id}"):
+        allocator.commit(second)
+    with pytest.raises(InvalidArgument, match=str(second.id)):
+        allocator.abort(first)
+    assert fingerprint(allocator) == before
+    allocator.abort(second)
+    allocator.abort(first)
+    assert (seq.state, fork.state, seq.block_ids, fork.block_ids) == ("live", "live", blocks, blocks)
+    allocator.check()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_transactions_left_out_of_order_are_all_taken_back(fails: bool) -> None:
+    allocator = BlockAllocator(8, 4)
+    kept = allocator.create(4)
+    before, counts = fingerprint(allocator), allocator.stats
+    first, second = allocator.transaction(), allocator.transaction()
+    first.__enter__()
+    allocator.create(4)
+    second.__enter__()
+    allocator.create(4)
+    error = (ZeroDivisionError, ZeroDivisionError(), None) if fails else (None, None, None)
+    with pytest.raises(InvalidArgument, match="left before 1 inside it"):
+        first.__exit__(*error)
+    assert fingerprint(allocator) == before
+    if fails:
+        assert not second.__exit__(*error), "what it wanted has happened: its exception goes on"
+    else:
+        with pytest.raises(InvalidArgument, match="taken back already"):
+            second.__exit__(*error)
+    assert fingerprint(allocator) == before
+    assert allocator.stats | {"peak_blocks_used": 1} == counts
+    allocator.check()
+    assert allocator.snapshot(), "no transaction is open"
+    with allocator.transaction():
+        allocator.free(kept)
+    assert allocator.num_free_blocks == 8
