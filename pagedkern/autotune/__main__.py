@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pagedkern.backends as registry
 from pagedkern.autotune import space as spaces
 from pagedkern.autotune import store
+from pagedkern.autotune.store import device as machine
 from pagedkern.backends.base import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ are not in the processor's cache, and are compared within each round.
 commands:
   tune     measure and store (this is what happens without a command)
   show     list what is stored, and what of it is used on this machine
+
+The budget is time to measure: laying out the caches and compiling the kernels
+come first, for each of the two problems, and are not counted in it. The kernels
+that a CPU backend compiled are kept on disk, so later runs are shorter.
 """
 TUNE_EXAMPLES = """\
 examples:
@@ -50,8 +55,13 @@ examples:
   python -m pagedkern.autotune show
 
 exit status:
-  0  decided and stored            2  wrong usage
-  1  nothing could be decided      3  decided, but it could not be stored
+  0    decided and stored; or the time was too short to prove anything faster,
+       but the finals had begun with the untuned choice: that stays in use, the
+       report says so, and nothing is stored
+  1    nothing could be decided: the untuned choice never reached the finals, is
+       wrong, or is not there
+  2    wrong usage, and problems that do not fit the free memory
+  3    decided, but it could not be stored
   130  interrupted by Ctrl-C: the best so far was kept
 
 environment:
@@ -95,6 +105,15 @@ def tune_command(argv: Sequence[str]) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU")
     workloads = _workloads(options, device)
+    for workload in workloads:
+        needed, free = spaces.memory(workload, options.block_sizes), machine.free_memory(device)
+        if needed > free:
+            parser.error(
+                f"{workload.kind}: {workload.num_seqs:,} sequences of up to {workload.context:,} tokens, laid out at "
+                f"{len(options.block_sizes)} block sizes, need {_gigabytes(needed)} of memory, {_gigabytes(free)} are "
+                f"free: give a smaller {'--prompt' if workload.kind == 'prefill' else '--context'} or --seqs, or fewer "
+                "--block-sizes"
+            )
     if options.dry_run:
         return _plan(out, options, workloads)
 
@@ -162,7 +181,9 @@ def _workloads(options: argparse.Namespace, device: str) -> list[Workload]:
 def _tune_parser() -> argparse.ArgumentParser:
     parser = _parser("[tune]", TUNE_HELP, TUNE_EXAMPLES)
     add = parser.add_argument_group("what is measured").add_argument
-    add("--budget", type=_seconds, default=60.0, metavar="TIME", help="time to take, such as 30s or 5m (default 60s)")
+    add(
+        "--budget", type=_seconds, default=60.0, metavar="TIME", help="time to measure, such as 30s or 5m (default 60s)"
+    )
     add(
         "--backends",
         type=_backends,
@@ -212,6 +233,10 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < 1e6:
         raise argparse.ArgumentTypeError(f"got {text!r}, accepted is a time such as 90, 30s, 1.5m or 1h")
     return seconds
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB"
 
 
 def _count(text: str) -> int:

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from pagedkern import ops
-from pagedkern.autotune.space import Candidate, Space
+from pagedkern.autotune.space import Candidate, Space, copies
 from pagedkern.autotune.store import device as machine
 
 GARBAGE = 2**31 - 1  # block id in unused table entries
-COLD = 2  # caches of a block size rotate over memory of this many times the last-level cache, in two copies at least
-MAX_COPIES = 64
 SCALES = {"int8": 0.03, "float8_e4m3fn": 0.25, "float8_e5m2": 0.25}  # of a quantized cache
 
 
@@ -28,7 +26,7 @@ class Bench:
 
     def __init__(self, space: Space, seed: int) -> None:
         self.workload = w = space.workload
-        self.copies = min(MAX_COPIES, max(2, math.ceil(COLD * machine.last_level_cache(w.device) / w.kv_bytes)))
+        self.copies = copies(w.device, w.kv_bytes)
         self._generator = torch.Generator(w.device).manual_seed(seed)
         dtype, kv_dtype = getattr(torch, w.dtype), getattr(torch, w.kv_dtype)
         self._scale = SCALES.get(w.kv_dtype, 1.0)
@@ -49,8 +47,17 @@ class Bench:
         del self._k, self._v
         self._reader: _Reader | None = None
 
+    def prepare(self, candidate: Candidate) -> None:
+        """Run a candidate on the first sequence alone: the same kernels, compiled, in a part of the time."""
+        try:
+            self._launch(candidate, 1)
+            if self.workload.device == "cuda":
+                torch.cuda.synchronize()
+        except Exception:  # `check` runs it again, and says what is wrong
+            pass
+
     def check(self, candidate: Candidate) -> str | None:
-        """Run a candidate for the first time, compilation included. None if it is right, else what is wrong."""
+        """Run a candidate on the whole problem. None if it is right, else what is wrong."""
         self._out.fill_(math.nan)
         try:
             self._launch(candidate)
@@ -70,15 +77,18 @@ class Bench:
         self._reader = self._reader or _Reader(self.workload.device)
         return self._reader.sample()
 
-    def _launch(self, candidate: Candidate) -> None:
+    def _launch(self, candidate: Candidate, num_seqs: int | None = None) -> None:
+        """Call attention on the first sequences of the batch; None is all of them."""
         caches = self._caches[candidate.block_size]
         turn = self._turn[candidate.block_size]
         self._turn[candidate.block_size] = (turn + 1) % len(caches)
         k_cache, v_cache, table = caches[turn]
         scale = None if self._scale == 1.0 else self._scale
+        rows = None if num_seqs is None else num_seqs * self.workload.query_len
+        starts = self._starts if self._starts is None or num_seqs is None else self._starts[: num_seqs + 1]
         ops.paged_attention(
-            self._q, k_cache, v_cache, table, self._lens, cu_seqlens_q=self._starts,
-            max_seqlen_q=self.workload.query_len, k_scale=scale, v_scale=scale, out=self._out,
+            self._q[:rows], k_cache, v_cache, table[:num_seqs], self._lens[:num_seqs], cu_seqlens_q=starts,
+            max_seqlen_q=self.workload.query_len, k_scale=scale, v_scale=scale, out=self._out[:rows],
             backend=candidate.backend, config=candidate.fields,
         )  # fmt: skip
 

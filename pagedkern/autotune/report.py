@@ -9,7 +9,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pagedkern.autotune.search import ERROR_RATE, MIN_ROUNDS, compare
+from pagedkern.autotune.search import COMPILING, ERROR_RATE, LAYING_OUT, MIN_ROUNDS, compare
 from pagedkern.autotune.store import MIN_GAIN, Stored
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.tune import Outcome, Run
@@ -120,7 +120,8 @@ def show_stored(console: Console, stored: list[Stored]) -> None:
 class Progress:
     """A bar over the time budget with what happens now and the best so far; without a terminal, one line a stage.
 
-    It is drawn between measurements only, by the thread that measures.
+    Time spent on preparations, which the budget does not count, is not counted here either. It is drawn between
+    measurements only, by the thread that measures.
     """
 
     def __init__(self, console: Console, budget: float) -> None:
@@ -133,7 +134,8 @@ class Progress:
         columns = ("{task.description}", progress.BarColumn(20), "{task.fields[left]}", "{task.fields[best]}")
         self._bar = progress.Progress(*columns, console=console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task("", total=budget, left="", best="")
-        self._start = time.monotonic()
+        self._begin = self._start = self._last = time.monotonic()
+        self._preparing = True
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
@@ -149,14 +151,19 @@ class Progress:
     def tell(self, step: str, best: Candidate | None, seconds: float | None) -> None:
         """See `search.Tell`."""
         now = time.monotonic()
+        if self._preparing:
+            self._start += now - self._last
+        self._last = now
+        stage = step.partition(" - ")[0]
+        self._preparing = stage.endswith((LAYING_OUT, COMPILING))
         if not self._console.is_terminal:
-            stage = step.partition(" - ")[0]
             if stage != self._stage:
                 self._stage = stage
-                self._console.print(f"{now - self._start:5.0f} s  {stage}", highlight=False)
+                note = ", not counted in the budget" if self._preparing else ""
+                self._console.print(f"{now - self._begin:5.0f} s  {stage}{note}", highlight=False)
         elif now - self._drawn > 0.1:
             self._drawn = now
-            left = f"{max(0.0, self._budget - now + self._start):.0f} s left"
+            left = f"{max(0.0, self._budget - now + self._start):.0f} s left" if not self._preparing else "not counted"
             so_far = f"best {_time(seconds)}, block {best.block_size}" if best and seconds else ""
             self._bar.update(
                 self._task,
@@ -254,6 +261,11 @@ def _notes(outcome: Outcome, every: bool) -> Iterator[str]:
         yield f"Not at {reason}."
     if baseline is None:
         yield "No backend of this machine computes this."
+    elif outcome.kept_untuned:
+        yield (
+            f"Untuned stays, and nothing is stored: in this time the finals had {len(log.finals)} rounds of "
+            f"{MIN_ROUNDS} needed. A longer --budget may find something faster."
+        )
     elif verdict.best is None or verdict.gain is None:
         yield f"Not decided: the finals had {len(log.finals)} rounds of {MIN_ROUNDS} needed. Take a longer --budget."
     elif verdict.best.candidate == baseline:

@@ -1,8 +1,9 @@
 """Which candidate runs next, and what the measurements support. Knows no kernel: it is given something that measures.
 
-Three stages share the time. *Screening* checks every candidate and times it once. *Heats* time those that are near the
-best of their backend three times, in turn, and leave two beside each default. The *finals* start from nothing: in
-each round every finalist runs once, in an order drawn anew, so that what disturbs the machine disturbs all alike.
+First everything is compiled, which no budget counts. Then three stages share the time. *Screening* checks every
+candidate and times it once. *Heats* time those that are near the best of their backend three times, in turn, and leave
+two beside each default. The *finals* start from nothing: in each round every finalist runs once, in an order drawn
+anew, so that what disturbs the machine disturbs all alike.
 
 Decisions rest on the finals alone. Two candidates are compared by the ratio of their times within each round; the
 median ratio has a lower bound that holds whatever its distribution (the order statistic that the median of n values
@@ -36,8 +37,11 @@ SAMPLE_SECONDS = 2e-3  # calls are repeated until a sample lasts as long
 class Runner(Protocol):
     """What a search measures with: `measure.Bench`, or recorded times in tests."""
 
+    def prepare(self, candidate: Candidate) -> None:
+        """Compile what the candidate needs, by running it on a part of the problem; whether it is right comes later."""
+
     def check(self, candidate: Candidate) -> str | None:
-        """Run for the first time; None if right, else what is wrong."""
+        """Run on the whole problem for the first time; None if right, else what is wrong."""
 
     def sample(self, candidate: Candidate, repeats: int) -> float:
         """Seconds of a call, the mean of `repeats`."""
@@ -69,6 +73,7 @@ class Log:
         return min(timed)[2] if timed else None
 
 
+LAYING_OUT, COMPILING = "laying out the caches", "compiling"  # the stages that no budget counts
 Tell = Callable[[str, Candidate | None, float | None], None]  # "stage - step" now, the best so far and its seconds
 
 
@@ -76,21 +81,52 @@ def search(
     space: Space,
     runner: Runner,
     log: Log,
-    deadline: float,
+    budget: float,
     tell: Tell = lambda *_: None,
     clock: Callable[[], float] = time.perf_counter,
     seed: int = 0,
-) -> None:
-    """Measure the candidates of a space into a log until `deadline`, a time of `clock`.
+) -> float:
+    """Measure the candidates of a space into a log for `budget` seconds, and return the seconds that it took.
 
-    No measurement is begun after the deadline. KeyboardInterrupt ends the search; the log keeps what there is.
+    The time begins when all is compiled, and no measurement is begun after its end. KeyboardInterrupt ends the search;
+    the log keeps what there is.
     """
+    begin = clock()
     try:
+        _compile(space, runner, clock, tell)
+        begin = clock()
+        deadline = begin + budget
         _screen(space, runner, log, deadline, clock, tell)
         finalists = _heats(space, runner, log, clock() + HEATS_SHARE * (deadline - clock()), clock, tell)
         _finals(space, runner, log, finalists, deadline, tell, clock, random.Random(seed))
     except KeyboardInterrupt:
         log.ended = "interrupted"
+    return clock() - begin
+
+
+def _compile(space: Space, runner: Runner, clock: Callable[[], float], tell: Tell) -> None:
+    """Run each candidate on a part of the problem, so that the first call that is timed compiles nothing.
+
+    A configuration that is hopeless when compiled is not compiled for other block sizes: screening will drop it.
+    """
+
+    def seconds(candidate: Candidate) -> float:
+        start = clock()
+        runner.prepare(candidate)
+        return clock() - start
+
+    hopeless: set[tuple[str, str]] = set()
+    yardstick = math.inf
+    for i, candidate in enumerate(space.candidates):
+        name = (candidate.backend, candidate.config)
+        if name in hopeless:
+            continue
+        tell(f"{COMPILING} - {i + 1} of {len(space.candidates)}: {candidate}", None, None)
+        first = seconds(candidate)
+        if i == 0:
+            yardstick = seconds(candidate)
+        elif first > HOPELESS * yardstick and seconds(candidate) > HOPELESS * yardstick:
+            hopeless.add(name)
 
 
 def _screen(space: Space, runner: Runner, log: Log, deadline: float, clock: Callable[[], float], tell: Tell) -> None:

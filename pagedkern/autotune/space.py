@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pagedkern.backends as registry
 from pagedkern.autotune.store import device as machine
-from pagedkern.backends.base import Problem
+from pagedkern.backends.base import ITEMSIZE, Problem
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens
 USUAL_BLOCK_SIZE = 16  # what engines take who do not tune: the yardstick of the table
+COLD = 2  # caches of a block size rotate over memory of this many times the last-level cache, in two copies at least
+MAX_COPIES = 64
 MEMORY_SHARE = 0.3  # of the free memory, that the tensors of one problem may take
 
 
@@ -135,6 +138,35 @@ def workloads(
         replace(shape, kind="decode", num_seqs=seqs, context=context),
         replace(shape, kind="prefill", num_seqs=num_seqs or (4 if large else 2), context=prompt, query_len=prompt),
     ]
+
+
+def copies(device: str, kv_bytes: int) -> int:
+    """How many copies of a workload that reads `kv_bytes` a cache holds."""
+    return min(MAX_COPIES, max(2, math.ceil(COLD * machine.last_level_cache(device) / max(1, kv_bytes))))
+
+
+def memory(workload: Workload, block_sizes: Iterable[int]) -> int:
+    """Bytes that `measure.Bench` takes at its peak, nearly. No list as long as the batch is made for it.
+
+    It counts the contiguous K and V, the rows of q, out and the float64 truth, and the largest of: random numbers in
+    the making, the scores of a KV head of a sequence in float64, the caches of all block sizes with their tables.
+    """
+    w = workload
+    token = w.problem(1).kv_bytes
+    # Lengths fall from `context` to three quarters of it, or all are `context`: the sum, without a list of them.
+    tokens = w.num_seqs * w.context
+    tokens -= 0 if w.query_len == w.context else w.context * (w.num_seqs - 1) // 8 - w.num_seqs
+    num_copies = copies(w.device, tokens * token)
+    dense = w.num_seqs * w.context * token
+    made = 12 * w.num_seqs * w.context * w.num_kv_heads * w.head_dim  # float32, of K or of V: drawn, scaled, rounded
+    rows = w.num_seqs * w.query_len * w.num_heads * w.head_dim * (2 * ITEMSIZE[w.dtype] + 3 * 8)
+    scores = 3 * 8 * w.query_len * (w.num_heads // w.num_kv_heads) * w.context
+    caches = 0
+    for block_size in block_sizes:
+        width = -(-w.context // block_size)
+        blocks = min(w.num_seqs * width, tokens // block_size + w.num_seqs)
+        caches += (num_copies * blocks + 1) * block_size * token + 4 * num_copies * w.num_seqs * width
+    return dense + rows + max(made, scores, caches)
 
 
 def usable_backends(device: str, named: Sequence[str] = ()) -> tuple[list[str], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from statistics import median
 
 from pagedkern.autotune import space as spaces
 from pagedkern.autotune import store
-from pagedkern.autotune.search import Log, Pick, Runner, Tell, Verdict, decide, search
+from pagedkern.autotune.search import LAYING_OUT, Log, Pick, Runner, Tell, Verdict, decide, search
 from pagedkern.autotune.space import Candidate, Space, Workload
 from pagedkern.autotune.store import device as machine
 
@@ -26,6 +25,12 @@ class Outcome:
     verdict: Verdict
     stored: dict[int, Path] = field(default_factory=dict)  # file for each block size
     not_stored: str = ""  # why nothing, or not everything, was stored
+
+    @property
+    def kept_untuned(self) -> bool:
+        """Whether nothing could be proved in the time there was, though the finals of the untuned choice had begun: it
+        stays in use, and nothing is stored."""
+        return not self.verdict.winners and any(self.space.baseline in times for times in self.log.finals)
 
     @property
     def read_bandwidth(self) -> float | None:
@@ -50,12 +55,13 @@ class Run:
 
     @property
     def exit_code(self) -> int:
-        """0: decided and stored; 1: nothing decided; 3: decided, but not all of it stored; 130: interrupted."""
+        """0: decided and stored, or the untuned choice kept for want of time; 1: nothing decided; 3: decided, but not
+        all of it stored; 130: interrupted."""
         if self.interrupted:
             return 130
         if any(o.not_stored for o in self.outcomes):
             return 3
-        return 0 if self.outcomes and all(o.verdict.winners for o in self.outcomes) else 1
+        return 0 if self.outcomes and all(o.verdict.winners or o.kept_untuned for o in self.outcomes) else 1
 
 
 def tune(
@@ -70,26 +76,25 @@ def tune(
 ) -> Run:
     """Tune each workload in its share of `budget` seconds and store what the measurements support.
 
-    What one problem leaves of its time the next one has. KeyboardInterrupt ends the run and keeps what was measured.
+    Laying out the caches and compiling the kernels is not counted. What one problem leaves of its time the next one
+    has. KeyboardInterrupt ends the run and keeps what was measured.
     `run` is filled in as results come, for a caller that wants them even if this function raises.
     """
     make_runner = make_runner or _bench
     if run is None:
         run = Run(machine.identity(workloads[0].device))
-    start = time.perf_counter()
+    left = budget
     try:
         usable, run.unusable = spaces.usable_backends(workloads[0].device, backends)
         for i, workload in enumerate(workloads if usable else ()):
-            now = time.perf_counter()
-            deadline = now + (start + budget - now) / (len(workloads) - i)
             space = spaces.candidates(workload, block_sizes, usable)
             log = Log()
             run.outcomes.append(Outcome(space, log, decide(space, log)))
             if not space.candidates:
                 continue
             say = _with_prefix(workload.kind, tell)
-            say("laying out the caches", None, None)
-            search(space, make_runner(space, seed), log, deadline, say, seed=seed)
+            say(LAYING_OUT, None, None)
+            left -= search(space, make_runner(space, seed), log, left / (len(workloads) - i), say, seed=seed)
             _conclude(run.outcomes[-1])
             if log.ended == "interrupted":
                 raise KeyboardInterrupt

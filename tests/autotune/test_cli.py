@@ -17,6 +17,10 @@ import torch
 import pagedkern
 from pagedkern.autotune import store
 from pagedkern.autotune.__main__ import main
+from pagedkern.autotune.search import Log
+from pagedkern.autotune.space import Space, workloads
+from pagedkern.autotune.store import device
+from pagedkern.autotune.tune import tune
 
 SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seqs", "2", "--context", "100", "--prompt", "40"]
 TINY = [*SHAPE, "--device", "cpu", "--block-sizes", "8,16", "--budget", "170s"]  # of which a second or two is needed
@@ -151,6 +155,47 @@ def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureF
     assert printed.out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kind", "advice"),
+    [
+        (["--seqs", "64", "--context", "1000000"], "decode: 64 sequences of up to 1,000,000 tokens", "--context"),
+        (["--seqs", "1000000", "--context", "1000000", "--budget", "5s"], "decode: 1,000,000 sequences", "--context"),
+        (["--seqs", "2147483647", "--dry-run"], "decode: 2,147,483,647 sequences", "--seqs"),
+        (["--prompt", "10000000"], "prefill: 2 sequences of up to 10,000,000 tokens", "--prompt"),
+        (["--block-sizes", "16,2000000000"], "decode:", "--block-sizes"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_allocated(
+    arguments: list[str], kind: str, advice: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*_: object, **__: object) -> None:
+        raise AssertionError("allocated")
+
+    monkeypatch.setattr(device, "free_memory", lambda _: 16 << 30)
+    monkeypatch.setattr(torch, "randn", allocate)
+    with pytest.raises(SystemExit) as end:
+        main(["--device", "cpu", *arguments])
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    for expected in (kind, "of memory, 17.2 GB are free", advice):
+        assert expected in message
+
+
+def test_what_one_problem_leaves_the_next_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the budget only what a search reports as measured is taken: neither layout nor compilation."""
+    shares: list[float] = []
+
+    def search(space: Space, runner: object, log: Log, budget: float, *_: object, **__: object) -> float:
+        shares.append(budget)
+        return 10.0
+
+    monkeypatch.setattr("pagedkern.autotune.tune.search", search)
+    both = workloads("cpu", heads=(4, 2, 16), num_seqs=2, context=100, prompt=40)
+    run = tune(both, [16], ["reference"], 60.0, make_runner=lambda *_: None)  # type: ignore[arg-type,return-value]
+    assert shares == [30.0, 50.0]
+    assert run.exit_code == 1
+
+
 HELP = """
 import sys
 class Block:
@@ -165,7 +210,17 @@ sys.exit(main(sys.argv[1:]))
 
 def test_help_needs_nothing_and_teaches() -> None:
     done = subprocess.run([sys.executable, "-c", HELP, "--help"], capture_output=True, text=True, check=True)
-    for word in ("--budget", "--backends", "--json", "show", "exit status", "PAGEDKERN_CACHE_DIR", "examples:", "130"):
+    for word in (
+        "--budget",
+        "--backends",
+        "--json",
+        "show",
+        "exit status",
+        "PAGEDKERN_CACHE_DIR",
+        "examples:",
+        "130",
+        "too short",
+    ):
         assert word in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 88
     assert "--json" in subprocess.run([sys.executable, "-c", HELP, "show", "-h"], capture_output=True, text=True).stdout

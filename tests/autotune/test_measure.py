@@ -102,6 +102,23 @@ def test_the_layout(kind: str, block_size: int) -> None:
     assert copies[0][0][nobodys.pop()].isnan().all()
 
 
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_preparing_runs_the_first_sequence_and_raises_nothing(
+    kind: str, add_backend: Callable[[str, str], None]
+) -> None:
+    add_backend("raises", "Raises")
+    space = space_of(small(kind), "raises")
+    bench = Bench(space, seed=0)
+    bench._out.fill_(math.nan)
+    bench.prepare(first(space, "raises"))
+    assert bench._out.isnan().all()
+    bench.prepare(space.baseline)
+    rows = space.workload.query_len
+    torch.testing.assert_close(bench._out[:rows].double(), bench._truth[:rows], rtol=0, atol=bench.tolerance)
+    assert bench._out[rows:].isnan().all()
+    assert bench.check(first(space, "raises")) == "RuntimeError: illegal memory access"
+
+
 def test_calls_rotate_over_the_copies(add_backend: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.autotune import standins
 

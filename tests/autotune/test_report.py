@@ -72,7 +72,7 @@ def test_the_table_fits_and_says_what_there_is(run: Run, width: int, every: bool
         "* cpu(num_stages=3, num_warps=8, span=2048, tile=128)",
         "triton: no module named 'triton': pip install pagedkern[triton]",
         "picky: no module [picky]",
-        "Not decided: the finals had 3 rounds of 5 needed",
+        "Untuned stays, and nothing is stored: in this time the finals had 3 rounds of 5 needed.",
         "1.50x the speed of the untuned choice at block size 16",
         "11 rounds",
         "Stored (block sizes: 3)",
@@ -85,7 +85,17 @@ def test_the_table_fits_and_says_what_there_is(run: Run, width: int, every: bool
     blocks = [line.split()[0] for line in lines[: best[0] + 1] if line.split()[:1] in (["16"], ["32"], ["256"])]
     assert blocks == ["16", "32"]  # the last one named above it: not 256, which is faster by less than 2 %
     assert sum(f"x   {report.CHOSEN}   cpu" in line for line in lines) == 2
-    assert run.exit_code == 1  # prefill was not decided
+    assert run.exit_code == 0  # in prefill nothing was proved, but the untuned choice ran in the finals
+
+
+def test_time_too_short_for_the_finals_of_the_untuned_choice(run: Run) -> None:
+    prefill = run.outcomes[1]
+    for times in prefill.log.finals:
+        del times[prefill.space.baseline]
+    assert run.exit_code == 1
+    assert "Not decided: the finals had 3 rounds of 5 needed" in " ".join(printed(run).split())
+    prefill.log.finals = []
+    assert run.exit_code == 1
 
 
 def test_the_figures_of_a_row(run: Run) -> None:
@@ -154,6 +164,38 @@ def test_progress_without_a_terminal_is_a_line_a_stage() -> None:
         for step in ("decode: screening - 1 of 2", "decode: screening - 2 of 2", "decode: finals - round 1 of 41"):
             progress.tell(step, None, None)
     assert [line.split("s  ")[1] for line in file.getvalue().splitlines()] == ["decode: screening", "decode: finals"]
+
+
+def test_progress_counts_no_preparations(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(report.time, "monotonic", lambda: now)
+    file, plain = io.StringIO(), io.StringIO()
+    with (
+        report.Progress(Console(file=file, width=120, force_terminal=True), 60.0) as bar,
+        report.Progress(Console(file=plain, width=80), 60.0) as lines,
+    ):
+        for step, seconds in (
+            ("decode: laying out the caches", 7),
+            ("decode: compiling - 1 of 2: cpu()", 40),
+            ("decode: screening - 1 of 2", 10),
+            ("prefill: compiling - 1 of 2: cpu()", 40),
+            ("prefill: screening - 1 of 2", 5),
+            ("prefill: heats - 1 of 3", 1),
+        ):
+            bar.tell(step, None, None)
+            lines.tell(step, None, None)
+            now += seconds
+    assert "45 s left" in file.getvalue()  # 10 and 5 seconds were measured
+    assert "44 s left" not in file.getvalue()
+    assert "not counted" in file.getvalue()
+    assert plain.getvalue().splitlines() == [
+        "    0 s  decode: laying out the caches, not counted in the budget",
+        "    7 s  decode: compiling, not counted in the budget",
+        "   47 s  decode: screening",
+        "   57 s  prefill: compiling, not counted in the budget",
+        "   97 s  prefill: screening",
+        "  102 s  prefill: heats",
+    ]
 
 
 def test_progress_on_a_terminal_shows_the_time_left_and_the_best() -> None:

@@ -42,12 +42,25 @@ class Simulated:
         self.noise, self.drift = noise, drift
         self.now = 0.0
         self.wrong: dict[Candidate, str] = {}
+        self.compilation = 0.0  # seconds that the first call of each candidate takes longer
+        self.prepared: list[Candidate] = []
+        self._compiled: set[Candidate] = set()
         self.runs: Counter[Candidate] = Counter()
         self.interrupt_after = math.inf
         self._rng = random.Random(seed)
 
     def clock(self) -> float:
         return self.now
+
+    def prepare(self, candidate: Candidate) -> None:
+        self.prepared.append(candidate)
+        self.now += self.compile(candidate) + self.seconds(candidate) / 4
+
+    def compile(self, candidate: Candidate) -> float:
+        if candidate in self._compiled:
+            return 0.0
+        self._compiled.add(candidate)
+        return self.compilation
 
     def check(self, candidate: Candidate) -> str | None:
         self._run(candidate)
@@ -64,7 +77,7 @@ class Simulated:
             raise KeyboardInterrupt
         self.runs[candidate] += 1
         loaded = 1 + self.drift * (1 + math.sin(self.now / 3))  # somebody else's load comes and goes
-        seconds = self.seconds(candidate) * loaded * math.exp(self._rng.gauss(0, self.noise))
+        seconds = self.seconds(candidate) * loaded * math.exp(self._rng.gauss(0, self.noise)) + self.compile(candidate)
         self.now += seconds
         return seconds
 
@@ -192,7 +205,8 @@ def test_no_call_begins_after_the_deadline(budget: float) -> None:
     runner = Simulated(lambda c: 0.05 if c.backend == FAST else 0.2, noise=0.1)
     log = run(space, runner, budget)
     longest = 0.2 * math.exp(0.5)
-    assert runner.now <= budget + 3 * longest  # a check with its first timing is one step
+    compiling = sum(runner.seconds(c) / 4 for c in runner.prepared)
+    assert runner.now <= budget + compiling + 3 * longest  # a check with its first timing is one step
     assert set(log.screened) | set(log.left_out) == set(space.candidates)  # nobody is forgotten
     verdict = decide(space, log)
     if budget >= 10:
@@ -209,6 +223,42 @@ def test_a_first_call_that_takes_all_the_time_is_not_repeated() -> None:
     slow = [c for c in space.candidates if c.backend == SLOW]
     assert runner.runs[slow[0]] == 1
     assert "30.0 s" in log.left_out[slow[0]]
+
+
+@pytest.mark.parametrize("compilation", [0.0, 10.0, 1000.0])
+def test_compiling_takes_nothing_from_the_budget(compilation: float) -> None:
+    """However long it takes, a short budget decides as much as without it."""
+    space = make_space((16, 32))
+    runner = Simulated(lambda c: 0.01 if tile_of(c) == 64 else 0.005)
+    runner.compilation = compilation
+    log = Log()
+    spent = search(space, runner, log, 30.0, clock=runner.clock)
+    assert set(runner.prepared) == set(space.candidates)
+    assert spent < 30.0 < compilation * 12 or compilation == 0
+    assert runner.now == pytest.approx(spent + 12 * compilation, abs=0.1)
+    assert max(log.screened.values()) < 0.02  # none of it in a measurement
+    assert len(log.finals) == searching.MAX_ROUNDS
+    assert all(tile_of(pick.candidate) != 64 for pick in decide(space, log).winners.values())
+
+
+def test_what_is_hopeless_is_not_compiled_for_every_block_size() -> None:
+    space = make_space((8, 16, 32, 64))
+    runner = Simulated(lambda c: 0.01 if c.backend == FAST else 2.0)
+    runner.compilation = 5.0
+    run(space, runner, budget=60.0)
+    prepared = Counter(runner.prepared)
+    assert all(prepared[c] for c in space.candidates if c.backend == FAST)
+    slow = [c for c in space.candidates if c.backend == SLOW]
+    assert {c.block_size for c in slow if prepared[c]} == {slow[0].block_size}
+
+
+def test_an_interrupt_while_compiling() -> None:
+    class Interrupted(Simulated):
+        def prepare(self, candidate: Candidate) -> None:
+            raise KeyboardInterrupt
+
+    log = run(make_space(), Interrupted(lambda c: 0.01))
+    assert (log.ended, log.screened) == ("interrupted", {})
 
 
 @pytest.mark.parametrize("after", range(0, 400, 23))

@@ -44,6 +44,28 @@ def test_the_problem_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert workloads("cuda")[0].num_seqs == 32
 
 
+@pytest.mark.parametrize(("seqs", "context", "kv_dtype"), [(1, 1, None), (3, 1000, "int8"), (5, 777, "bfloat16")])
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_memory_covers_the_tensors_of_the_bench(kind: str, seqs: int, context: int, kv_dtype: str | None) -> None:
+    both = workloads(
+        "cpu", "float32", kv_dtype, heads=(4, 2, 16), num_seqs=seqs, context=context, prompt=context // 3 + 1
+    )
+    w = both[kind == "prefill"]
+    sizes = [8, 24, 256]
+    blocks = [sum(-(-n // b) for n in w.seq_lens) for b in sizes]
+    copies = space.copies("cpu", w.kv_bytes)
+    caches = sum((copies * n + 1) * b * w.problem(b).kv_bytes for n, b in zip(blocks, sizes, strict=True))
+    dense = w.num_seqs * w.context * w.problem(1).kv_bytes
+    needed = space.memory(w, sizes)
+    assert caches + dense <= needed
+    assert needed <= 1.5 * (caches + dense) + 100 * w.num_seqs * w.query_len * (64 + 4 * w.context)
+
+
+def test_memory_of_absurd_problems_is_found_at_once() -> None:
+    w = workloads("cpu", num_seqs=2**31 - 1, context=2**31 - 1)[0]
+    assert space.memory(w, BLOCK_SIZES) > 2**70
+
+
 def test_the_first_candidate_is_the_yardstick(add_backend: Callable[[str, str], None]) -> None:
     add_backend("tunable", "Tunable")
     w = workloads("cpu", num_seqs=1, context=64, prompt=64)[0]
