@@ -17,7 +17,7 @@ from pagedkern.allocator.observe import BlockEvent, EventLog, digests
 from pagedkern.allocator.operation import BUSY, OperationLog, operation, transaction
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.step import Phase, Plan, Step, Verdict
-from pagedkern.errors import InvalidArgument, InvalidType
+from pagedkern.errors import AuditError, InvalidArgument, InvalidType
 
 
 class BlockAllocator(Facts):
@@ -365,13 +365,14 @@ class BlockAllocator(Facts):
     def restore(cls, state: dict[str, Any]) -> BlockAllocator:
         """The allocator of a `snapshot`; its sequences, with the same ids, are in `sequences`.
 
-        `InvalidArgument` for what is not a snapshot of this version.
+        `InvalidArgument` for what is not a snapshot of this version, with the field at fault if it is damaged.
         """
-        shape = snapshot.shape(state)
-        allocator = cls(**shape)
-        allocator._reserve = state["reserve"]
-        snapshot.put(allocator._core, state)
-        allocator.check()
+        allocator = cls(**snapshot.shape(state))
+        allocator._reserve = snapshot.put(allocator._core, state)
+        try:
+            allocator.check()
+        except (AuditError, LookupError) as error:
+            raise InvalidArgument(f"state: its parts do not fit together: {error}") from None
         return allocator
 
     def log_to(self, file: TextIO | None) -> None:

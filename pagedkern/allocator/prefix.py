@@ -365,10 +365,18 @@ class PrefixIndex:
         cached = [[b, parent, array("q", ids).tolist(), node] for (parent, ids), b, node in self.items()]
         return {"cached": cached, "nodes": self._nodes[:], "next_node": self._number.next}
 
-    def put(self, state: dict[str, Any], salts: list[tuple[Salt, int]]) -> None:
-        """Fill a new index with the contents of another one."""
-        self._number.next = state["next_node"]
-        self._nodes[:] = state["nodes"]
+    @property
+    def stride(self) -> int:
+        """Bytes of a full block's packed tokens."""
+        return self._stride
+
+    def put(self, next_node: int, nodes: list[int], cached: list[tuple[int, int, bytes, int]]) -> None:
+        """Fill a new index with the contents of another one: (block, parent, packed tokens, node) of each block."""
+        self._number.next = next_node
+        self._nodes[:] = nodes
+        for b, parent, chunk, node in cached:
+            self._reinsert(b, (parent, chunk), node)
+
+    def put_roots(self, salts: list[tuple[Salt, int]]) -> None:
+        """The node of each salt."""
         self._roots = {(salt,) if type(salt) is bytes else salt: node for salt, node in salts}
-        for b, parent, ids, node in state["cached"]:
-            self._reinsert(b, (parent, array("q", ids).tobytes()), node)

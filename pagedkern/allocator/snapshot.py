@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from pagedkern.allocator.arguments import MAX_TOKENS, integer, tenant
 from pagedkern.allocator.core import Core
-from pagedkern.allocator.pool import BlockPool
+from pagedkern.allocator.pool import PRIORITIES, BlockPool
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.errors import InvalidArgument
 
@@ -21,8 +24,9 @@ _FIELDS = (
     "_registered",
     "_root",
     "_priority",
-    "_arriving",
 )
+_MOST = {"_priority": PRIORITIES - 1, "_root": 2**63}
+"""Of the fields that are no numbers of tokens or blocks."""
 
 
 def take(core: Core, reserve: int) -> dict[str, Any]:
@@ -67,6 +71,7 @@ def _sequence(seq: Sequence) -> dict[str, Any]:
         "blocks": seq._blocks[:],
         "tokens": seq._tokens.tolist(),
         "salt": _encode(seq._salt),
+        "arriving": seq._arriving,
         **{name[1:]: getattr(seq, name) for name in _FIELDS},
     }
 
@@ -80,36 +85,122 @@ def _marks(pool: BlockPool) -> dict[str, int]:
     return {"num_evicted": pool.num_evicted, "least_free": pool.least_free}
 
 
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Whatever is wrong with this part of a snapshot is `InvalidArgument` with its name."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(f"state: {name}: {error}") from None
+    except KeyError as error:
+        raise InvalidArgument(f"state: {name}: {error} is missing") from None
+    except (AttributeError, IndexError, OverflowError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"state: {name}: not what a snapshot has there ({error})") from None
+
+
+def _listed(name: str, value: object, length: int | None = None) -> list[Any]:
+    """A list, of that many items."""
+    if not isinstance(value, list) or (length is not None and len(value) != length):
+        wanted = "a list" if length is None else f"a list of {length} items"
+        raise InvalidArgument(f"{name}: got {str(value)[:40]}, {wanted} is accepted")
+    return value
+
+
+def _ids(name: str, value: object, low: int, high: int, length: int | None = None) -> list[int]:
+    """A list of integers within `low .. high`."""
+    return [integer(f"{name}[{i}]", item, low, high) for i, item in enumerate(_listed(name, value, length))]
+
+
+def _pairs(name: str, value: object, *bounds: tuple[int, int]) -> list[list[int]]:
+    """A list of lists, of integers within the bounds of each place."""
+    rows = [_listed(f"{name}[{i}]", row, len(bounds)) for i, row in enumerate(_listed(name, value))]
+    return [[integer(name, x, *bound) for x, bound in zip(row, bounds, strict=True)] for row in rows]
+
+
 def shape(state: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the constructor."""
     if not isinstance(state, dict) or state.get("pagedkern_allocator") != VERSION:
         raise InvalidArgument(f"state: not a snapshot of version {VERSION} of this allocator")
-    names = ("num_blocks", "block_size", "num_host_blocks", "prefix_caching")
-    return {name: state[name] for name in names}
+    with _reading("shape"):
+        return {name: state[name] for name in ("num_blocks", "block_size", "num_host_blocks", "prefix_caching")}
 
 
-def put(core: Core, state: dict[str, Any]) -> None:
-    """Fill a new allocator's core. O(blocks + tokens)."""
-    core.last_seq, core.last_plan = state["last_seq"], state["last_plan"]
-    salts = [(_decode(salt), node) for salt, node in state["roots"]]
-    for pool, part in ((core.pool, state["device"]), (core.host, state["host"])):
-        pool.prefix.put(part["index"], salts if pool is core.pool else [])
-        pool.num_evicted, pool.least_free = part["num_evicted"], part["least_free"]
-        pool.put(part["blank"], part["idle"], [(b, level) for b, level in part["levels"]])
-    for item in state["sequences"]:
-        blocks, tokens = list(item["blocks"]), array("q", item["tokens"])
-        seq = Sequence(core.owner, item["id"], blocks, tokens, item["length"])
-        for name in _FIELDS:
-            setattr(seq, name, item[name[1:]])
-        seq._state, seq._salt = State(item["state"]), _decode(item["salt"])
-        core.live[seq.id] = seq
-        for b in blocks:
-            if b >= 0:
-                core.pool_of(seq).refs[b] += 1
-    for b, other in state["twins"]:
-        core.pool.twin(b, other)
-    for b, other in state["incoming"]:
-        core.pool.incoming[b] = other
-        core.host.refs[other] += 1
-    core.counts.update(state["counts"])
+def put(core: Core, state: dict[str, Any]) -> int:
+    """Fill a new allocator's core. Returns the reserve. O(blocks + tokens).
+
+    Each field is checked by itself; whether they fit together, `audit.check` tells.
+    """
+    with _reading("counters"):
+        reserve = integer("reserve", state["reserve"], 0, core.pool.num_blocks)
+        core.last_seq = integer("last_seq", state["last_seq"], 0)
+        core.last_plan = integer("last_plan", state["last_plan"], 0)
+        for name in core.counts:
+            core.counts[name] = integer(f"counts.{name}", state["counts"][name], 0)
+        next_node = integer("device.index.next_node", state["device"]["index"]["next_node"], 1)
+    with _reading("roots"):
+        salts = [(tenant(_decode(salt)), integer("node", node, 1, next_node - 1)) for salt, node in state["roots"]]
+        if len({node for _, node in salts}) < len(salts):
+            raise InvalidArgument("two salts have the same node")
+    for pool in (core.pool, core.host):
+        with _reading(pool.name):
+            _put_pool(pool, state[pool.name], next_node)
+    core.prefix.put_roots(salts)
+    with _reading("sequences"):
+        for item in _listed("sequences", state["sequences"]):
+            _put_sequence(core, item, next_node)
+    device, host = (0, core.pool.num_blocks - 1), (0, core.host.num_blocks - 1)
+    with _reading("twins"):
+        for b, other in _pairs("twins", state["twins"], device, host):
+            core.pool.twin(b, other)
+    with _reading("incoming"):
+        for b, other in _pairs("incoming", state["incoming"], device, host):
+            core.pool.incoming[b] = other
+            core.host.refs[other] += 1
     core.undo.clear()
+    return reserve
+
+
+def _put_pool(pool: BlockPool, part: dict[str, Any], next_node: int) -> None:
+    last = pool.num_blocks - 1
+    pool.num_evicted = integer("num_evicted", part["num_evicted"], 0)
+    pool.least_free = integer("least_free", part["least_free"], 0, pool.num_blocks)
+    levels = _pairs("levels", part["levels"], (0, last), (1, PRIORITIES - 1))
+    idle = [_ids(f"idle[{i}]", q, 0, last) for i, q in enumerate(_listed("idle", part["idle"], PRIORITIES))]
+    pool.put(_ids("blank", part["blank"], 0, last), idle, [(b, level) for b, level in levels])
+    index = part["index"]
+    if index["next_node"] != next_node:
+        raise InvalidArgument(f"index.next_node: got {index['next_node']!r}, the device has {next_node}")
+    cached = []
+    for b, parent, ids, node in _listed("index.cached", index["cached"]):
+        chunk = array("q", _listed("index.cached", ids)).tobytes()
+        if len(chunk) != pool.prefix.stride:
+            raise InvalidArgument(f"index.cached: block {b} has {len(ids)} tokens, a full block is accepted")
+        block = integer("index.cached", b, 0, last)
+        behind = integer("index.cached", parent, 1, next_node - 1)
+        cached.append((block, behind, chunk, integer("index.cached", node, 1, next_node - 1)))
+    nodes = _ids("index.nodes", index["nodes"], 0, next_node - 1, pool.num_blocks)
+    pool.prefix.put(next_node, nodes, cached)
+
+
+def _put_sequence(core: Core, item: dict[str, Any], next_node: int) -> None:
+    state = State(item["state"])
+    pool = core.host if state is State.SWAPPED else core.pool
+    name = f"sequence {item['id']!r}"
+    ident = integer(f"{name}: id", item["id"], 1, core.last_seq)
+    if ident in core.live:
+        raise InvalidArgument(f"{name}: listed twice")
+    blocks = _ids(f"{name}: blocks", item["blocks"], -1, pool.num_blocks - 1)
+    tokens = array("q", _listed(f"{name}: tokens", item["tokens"]))
+    seq = Sequence(core.owner, ident, blocks, tokens, 0)
+    for field in _FIELDS:
+        setattr(seq, field, integer(f"{name}: {field[1:]}", item[field[1:]], 0, _MOST.get(field, MAX_TOKENS)))
+    if seq._root >= next_node:
+        raise InvalidArgument(f"{name}: root: got {seq._root}, accepted is below {next_node}")
+    if not isinstance(item["arriving"], bool):
+        raise InvalidArgument(f"{name}: arriving: got {item['arriving']!r}, True or False is accepted")
+    seq._arriving = item["arriving"]
+    seq._state, seq._salt = state, tenant(_decode(item["salt"]))
+    core.live[ident] = seq
+    for b in blocks:
+        if b >= 0:
+            pool.refs[b] += 1
