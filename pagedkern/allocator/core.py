@@ -65,19 +65,19 @@ class Core:
         """A new live sequence. Its blocks have been taken or retained for it."""
         self.last_seq += 1
         seq = Sequence(self.owner, self.last_seq, blocks, tokens, length)
-        self.live[seq.id] = seq
         self.undo.append((self._unadd, (seq,)))
+        self.live[seq.id] = seq
         return seq
 
     def _unadd(self, seq: Sequence) -> None:
         seq._state = State.FREED
-        del self.live[seq.id]
+        self.live.pop(seq.id, None)
 
     def remove(self, seq: Sequence) -> None:
         """A sequence has been freed. Its blocks have been released."""
+        self.undo.append((self.live.__setitem__, (seq.id, seq)))
         seq._state = State.FREED
         del self.live[seq.id]
-        self.undo.append((self.live.__setitem__, (seq.id, seq)))
 
     def settle_cohorts(self) -> None:
         """End the fast path of every batch."""
@@ -128,17 +128,17 @@ class Core:
 
     def launch(self, plan: Plan) -> None:
         """The plan is in flight from now on."""
-        self.in_flight[plan.id] = plan
         self.undo.append((self._unlaunch, (plan,)))
+        self.in_flight[plan.id] = plan
 
     def _unlaunch(self, plan: Plan) -> None:
         plan._phase = Phase.ABORTED
-        del self.in_flight[plan.id]
+        self.in_flight.pop(plan.id, None)
 
     def land(self, plan: Plan) -> None:
         """The plan is committed or aborted: its fences go."""
-        del self.in_flight[plan.id]
         self.undo.append((self.in_flight.__setitem__, (plan.id, plan)))
+        del self.in_flight[plan.id]
         for b, num_tokens in plan._seals:
             self.pool.unseal(b, num_tokens)
         if plan._held:
@@ -147,14 +147,14 @@ class Core:
             self.host.unhold(plan._held_host)
         for pool in (self.pool, self.host) if self.pool.arriving or self.host.arriving else ():
             for b in [b for b, arrival in pool.arriving.items() if arrival is plan]:
-                del pool.arriving[b]
                 self.undo.append((pool.arriving.__setitem__, (b, plan)))
+                del pool.arriving[b]
 
     def arrive(self, pool: BlockPool, plan: Plan, blocks: list[int]) -> None:
         """The plan moves contents into these blocks: whoever shares them before its commit depends on it."""
         for b in blocks:
+            self.undo.append((pool.arriving.pop, (b, None)))
             pool.arriving[b] = plan
-            self.undo.append((pool.arriving.__delitem__, (b,)))
 
     def ride(self, plan: Plan, seq: Sequence, row: Row | None = None) -> None:
         """Let a sequence depend on a plan in flight: it is committed before later ones and aborted after them."""

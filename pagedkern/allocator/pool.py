@@ -217,20 +217,21 @@ class BlockPool:
                 if b in self.twins:
                     self.untwin(b)
                 if b in self.incoming:
-                    other = self.incoming.pop(b)
+                    other = self.incoming[b]
                     self._undo.append((self.incoming.__setitem__, (b, other)))
+                    del self.incoming[b]
                     self.peer.release([other])
 
     def expect(self, b: int, other: int) -> None:
         """The next step that uses block b moves the peer's block into it, which has an owner more until then."""
         self.peer.retain([other])
+        self._undo.append((self.incoming.pop, (b, None)))
         self.incoming[b] = other
-        self._undo.append((self.incoming.__delitem__, (b,)))
 
     def receive(self, b: int, other: int) -> None:
         """The move that `expect` announced is part of a plan now, which fences the peer's block."""
-        del self.incoming[b]
         self._undo.append((self.incoming.__setitem__, (b, other)))
+        del self.incoming[b]
         self.peer.release([other])
 
     def twin(self, b: int, other: int) -> None:

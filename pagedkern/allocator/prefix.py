@@ -196,8 +196,8 @@ class PrefixIndex:
         before = self._nodes[block]
         known = self.find(key) if key in self._by_key else None
         if known is not None:
-            self._nodes[block] = self._nodes[known]
             self._undo.append((self._set_node, (block, before)))
+            self._nodes[block] = self._nodes[known]
             return
         other = self.peer.find(key) if self.peer is not None else None
         if other is None:
