@@ -37,16 +37,20 @@ class _Job:
         if not self.gate:
             raise MemoryError("no memory for a lock")
 
-    def __del__(self) -> None:
-        if getattr(self, "gate", None):
-            _acquire(self.gate, 0)
-            _release(self.gate)  # free by now, as it must be
-            _free(self.gate)
+    def retire(self) -> None:
+        """Free the gate. Called by the caller when it has it; a helper that comes later finds none.
+
+        An interrupted caller may not get here, and loses some bytes. A `__del__` would lose the interrupt instead.
+        """
+        with self._lock:
+            gate, self.gate = self.gate, 0
+        _release(gate)  # not every platform frees a lock that is held
+        _free(gate)
 
     def join(self) -> None:
         """Run the task, unless the caller has left or is about to. Called by helpers."""
         with self._lock:
-            if not self._inside and not _acquire(self.gate, 0):
+            if not self.gate or (not self._inside and not _acquire(self.gate, 0)):
                 return
             self._inside += 1
         error = None
@@ -90,8 +94,9 @@ class Pool:
             task()
         finally:
             # Signal handlers run when a call returns, a Python function begins or a loop goes round: none of that
-            # comes between the `try` and the end of the wait.
+            # lies between the `try` and this wait, and the wait lets no handler run before it is over.
             _acquire(job.gate, 1)
+            job.retire()
         if job.error is not None:
             raise job.error
 
