@@ -90,7 +90,8 @@ def _tuned(problem: Problem, backend: str | None = None) -> Choice | None:
     if found is None or found.backend not in registry.names():
         return None
     implementation = registry.load(found.backend)
-    if not registry.probe(found.backend).available or implementation.supports(problem) is not None:
+    probe = registry.probe(found.backend)
+    if not probe.available or (probe.emulated and backend is None) or implementation.supports(problem) is not None:
         return None
     try:
         config = implementation.make_config(found.config)
@@ -105,7 +106,10 @@ def _default(problem: Problem) -> Choice:
     for name in registry.names():
         implementation = registry.load(name)
         probe = registry.probe(name)
-        reason = implementation.supports(problem) if probe.available else probe.reason
+        if probe.emulated:
+            reason: str | None = "emulated on this machine, runs only when named"
+        else:
+            reason = implementation.supports(problem) if probe.available else probe.reason
         if reason is None:
             why = "; ".join(["not tuned: first backend that supports the problem", *passed_over])
             return Choice(name, implementation.default_config(problem), "default", why, problem, implementation)

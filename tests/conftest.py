@@ -12,9 +12,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import emulation
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread each, set before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+emulation.set_up()  # before torch, triton or numba are imported
 
 _slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 _fuzz = int(os.environ.get("FUZZ_EXAMPLES", "2000"))

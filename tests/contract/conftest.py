@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from itertools import groupby
 
 import pytest
 
-from tests.contract.targets import Target, targets, torch_threads
+from tests.contract.targets import SAMPLED, Target, targets, torch_threads
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,3 +22,31 @@ def one_thread() -> Iterator[None]:
 def target(request: pytest.FixtureRequest) -> Target:
     chosen: Target = request.param
     return chosen
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where a backend runs a sample (`targets.SAMPLED`), keep evenly spread cases of each test."""
+    if os.environ.get("CONTRACT") == "full":
+        return
+    dropped: set[pytest.Item] = set()
+    for every, cases in _sampled(items):
+        count = -(-len(cases) // every)
+        kept = {round(i * (len(cases) - 1) / max(1, count - 1)) for i in range(count)}
+        dropped |= {case for i, case in enumerate(cases) if i not in kept}
+    if dropped:
+        config.hook.pytest_deselected(items=list(dropped))
+        items[:] = [item for item in items if item not in dropped]
+
+
+def _sampled(items: list[pytest.Item]) -> Iterator[tuple[int, list[pytest.Item]]]:
+    """The cases of each test on each emulated backend that runs only every n-th of them, with that n."""
+
+    def key(item: pytest.Item) -> tuple[str, str]:
+        callspec = getattr(item, "callspec", None)
+        chosen = callspec.params.get("target") if callspec else None
+        sampled = isinstance(chosen, Target) and chosen.emulated and item.path.stem != "test_cases"
+        return (item.nodeid.partition("[")[0], chosen.name if sampled else "")
+
+    for (_, name), cases in groupby(sorted(items, key=key), key=key):
+        if name in SAMPLED:
+            yield SAMPLED[name], list(cases)

