@@ -1,0 +1,149 @@
+"""The models that a cache is laid out for: the presets of `models.toml`, or a shape of your own."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from pagedkern.backends.base import ITEMSIZE
+from pagedkern.errors import InvalidArgument
+
+FILE = Path(__file__).parent / "models.toml"
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What of a model decides about its cache and the time of a step."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int  # divides num_heads
+    head_dim: int
+    num_layers: int
+    dtype: str  # of weights and activations
+    weight_bytes: int
+    kv_dtype: str = ""  # of the cache; "" as `dtype`
+    sliding_window: int | None = None  # tokens seen in the layers that have a window
+    window_layers: int = 0  # layers that have one
+    softcap: float | None = None  # of attention scores
+    source: str = ""
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def layer_bytes(self) -> int:
+        """K and V of one token in one layer, in bytes."""
+        return 2 * self.num_kv_heads * self.head_dim * ITEMSIZE[self.cache_dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in all layers, in bytes."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def num_weights(self) -> int:
+        return self.weight_bytes // ITEMSIZE[self.dtype]
+
+    def read_tokens(self, context: int) -> float:
+        """Tokens of K and V that a query at the end of so many reads: a mean over layers, fewer where there is a
+        window."""
+        if self.sliding_window is None or context <= self.sliding_window:
+            return context
+        part = self.window_layers / self.num_layers
+        return part * self.sliding_window + (1 - part) * context
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.num_layers} layers, {self.num_heads} query heads, {self.num_kv_heads} KV heads, "
+            f"head dim {self.head_dim}, {self.dtype}, {self.weight_bytes / 1e9:.1f} GB of weights"
+        )
+
+
+_KEYS: dict[str, type | tuple[type, ...]] = {
+    "heads": int, "kv_heads": int, "head_dim": int, "layers": int, "dtype": str, "weight_bytes": int,
+    "kv_dtype": str, "sliding_window": int, "window_layers": int, "softcap": (int, float), "source": str, "name": str,
+}  # fmt: skip
+_REQUIRED = ("heads", "kv_heads", "head_dim", "layers", "dtype", "weight_bytes")
+
+
+def model_names() -> tuple[str, ...]:
+    """The presets, the default first."""
+    return tuple(_presets())
+
+
+def model(spec: str | Model) -> Model:
+    """A preset by name, or a shape as `heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9`.
+
+    Raises:
+        InvalidArgument: no such preset, a key that there is not, a value that is not accepted.
+    """
+    if isinstance(spec, Model):
+        return spec
+    if "=" not in spec:
+        if spec not in _presets():
+            raise InvalidArgument(
+                f"model: got {spec!r}, accepted is one of {', '.join(model_names())}, or a shape such as "
+                "heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9"
+            )
+        return _presets()[spec]
+    table: dict[str, object] = {}
+    for part in spec.split(","):
+        key, _, value = part.partition("=")
+        table[key.strip()] = _number(value.strip())
+    return from_table(table, "model", spec)
+
+
+def from_table(table: Mapping[str, object], where: str, name: str) -> Model:
+    """A model from the keys of a TOML table; `where` names it in errors."""
+    for key in table:
+        if key not in _KEYS:
+            raise InvalidArgument(f"{where}: got an unknown key {key!r}, accepted are {', '.join(_KEYS)}")
+    for key in _REQUIRED:
+        if key not in table:
+            raise InvalidArgument(f"{where}: {key} is missing, required are {', '.join(_REQUIRED)}")
+    for key, value in table.items():
+        kinds = _KEYS[key]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            wanted = "a string" if kinds is str else "a whole number" if kinds is int else "a number"
+            raise InvalidArgument(f"{where}: {key}: got {value!r}, accepted is {wanted}")
+        if not isinstance(value, str) and not 0 < value < 2**63:  # type: ignore[operator]
+            raise InvalidArgument(f"{where}: {key}: got {value!r}, accepted is a number above 0")
+    for key, accepted in (("dtype", FLOATS), ("kv_dtype", tuple(ITEMSIZE))):
+        if table.get(key, accepted[0]) not in accepted:
+            raise InvalidArgument(f"{where}: {key}: got {table[key]!r}, accepted is one of {', '.join(accepted)}")
+    fields: dict[str, object] = {
+        {"heads": "num_heads", "kv_heads": "num_kv_heads", "layers": "num_layers"}.get(key, key): value
+        for key, value in table.items()
+    }
+    fields.setdefault("name", name)
+    if "sliding_window" in fields:
+        fields.setdefault("window_layers", fields["num_layers"])
+    made = Model(**fields)  # type: ignore[arg-type]
+    if made.num_heads % made.num_kv_heads:
+        raise InvalidArgument(f"{where}: heads: got {made.num_heads}, accepted is a multiple of {made.num_kv_heads}")
+    if made.window_layers > made.num_layers:
+        raise InvalidArgument(f"{where}: window_layers: got {made.window_layers}, accepted is 1 to {made.num_layers}")
+    return made
+
+
+@cache
+def _presets() -> dict[str, Model]:
+    tables = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    return {name: from_table(table, f"models.toml: {name}", name) for name, table in tables.items()}
+
+
+def _number(text: str) -> object:
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    return int(value) if value.is_integer() else value
