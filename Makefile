@@ -5,10 +5,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 run     = $(VENV)/bin/python
 stamp   = $(VENV)/.installed
 
-.PHONY: help tune test lint types fuzz example clean
+.PHONY: help tune test lint types fuzz gpu-check example clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 tune: $(stamp) ## measure this machine and store the best backend, block size and configuration
 	$(run) -m pagedkern.autotune $(ARGS)
@@ -25,6 +25,9 @@ types: $(stamp) ## static types
 
 fuzz: $(stamp) ## the randomised tests, for much longer
 	HYPOTHESIS_PROFILE=fuzz $(run) -m pytest -n 2 --timeout 3600 tests/allocator tests/contract -k "fuzz or machine or property" $(ARGS)
+
+gpu-check: $(stamp) ## check and time the GPU backends; without a GPU they are emulated, and not timed
+	$(run) -m pagedkern.gpucheck --out build/gpucheck.json $(ARGS)
 
 example: $(stamp) ## a small language model writes through the paged cache
 	$(run) examples/generate.py $(ARGS)

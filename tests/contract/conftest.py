@@ -25,7 +25,10 @@ def target(request: pytest.FixtureRequest) -> Target:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where a backend runs a sample (`targets.SAMPLED`), keep evenly spread cases of each test."""
+    """Where a backend runs a sample (`targets.SAMPLED`), keep evenly spread cases of each test.
+
+    CONTRACT=full keeps all of them; CONTRACT_EVERY=n keeps every n-th case of each test on every backend.
+    """
     if os.environ.get("CONTRACT") == "full":
         return
     dropped: set[pytest.Item] = set()
@@ -39,14 +42,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sampled(items: list[pytest.Item]) -> Iterator[tuple[int, list[pytest.Item]]]:
-    """The cases of each test on each emulated backend that runs only every n-th of them, with that n."""
+    """The cases of each test on each backend that is to run only every n-th of them, with that n."""
 
-    def key(item: pytest.Item) -> tuple[str, str]:
+    everywhere = int(os.environ.get("CONTRACT_EVERY", "0"))
+
+    def key(item: pytest.Item) -> tuple[str, str, int]:
         callspec = getattr(item, "callspec", None)
         chosen = callspec.params.get("target") if callspec else None
-        sampled = isinstance(chosen, Target) and chosen.emulated and item.path.stem != "test_cases"
-        return (item.nodeid.partition("[")[0], chosen.name if sampled else "")
+        every = everywhere or 1
+        if not everywhere and isinstance(chosen, Target) and chosen.emulated and item.path.stem != "test_cases":
+            every = SAMPLED.get(chosen.name, 1)
+        return (item.nodeid.partition("[")[0], str(chosen), every)
 
-    for (_, name), cases in groupby(sorted(items, key=key), key=key):
-        if name in SAMPLED:
-            yield SAMPLED[name], list(cases)
+    for (*_, every), cases in groupby(sorted(items, key=key), key=key):
+        if every > 1:
+            yield every, list(cases)
