@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tests.emulation.after_import import after_import
+
 EMULATED = os.environ.get("EMULATE", "") == "1" or not Path("/dev/nvidiactl").exists()
 
 
@@ -17,3 +19,11 @@ def set_up() -> None:
     if EMULATED:
         os.environ.setdefault("TRITON_INTERPRET", "1")
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
+        if os.environ["TRITON_INTERPRET"] == "1":
+            after_import("triton", _mend_triton)
+
+
+def _mend_triton() -> None:
+    from tests.emulation import triton_interpreter
+
+    triton_interpreter.apply()
