@@ -12,6 +12,7 @@ import torch
 
 import pagedkern
 from pagedkern.cache import KVCache
+from pagedkern.gpucheck import peers
 from pagedkern.gpucheck.clock import Clock
 from pagedkern.gpucheck.problems import Problem, Shape
 
@@ -46,7 +47,7 @@ def limits(clock: Clock, sizes: Sizes) -> dict[str, float]:
 
 
 def attention(clock: Clock, backends: Iterable[str], kind: str, shapes: Iterable[Shape]) -> list[dict[str, Any]]:
-    """One row for each shape and backend, "torch" among them: seconds of a call and of its replay as a CUDA graph."""
+    """One row for each shape and backend, torch's own among them: seconds of a call and of its replay as a graph."""
     rows = []
     for shape in shapes:
         rows += _shape(clock, backends, kind, shape)
@@ -62,8 +63,7 @@ def _shape(clock: Clock, backends: Iterable[str], kind: str, shape: Shape) -> li
             len(problem.args["q"]), shape.num_heads, shape.dim_v, dtype=problem.args["q"].dtype, device=clock.device
         )
         eager[name] = partial(pagedkern.paged_attention, **problem.args, out=out, backend=name)
-    if shape.kv_dtype is None:
-        eager["torch"] = _torch(problem)
+    eager |= peers.of(problem)
     calls: dict[str, Callable[[], object]] = {}
     for name, call in eager.items():
         try:
@@ -86,18 +86,6 @@ def _shape(clock: Clock, backends: Iterable[str], kind: str, shape: Shape) -> li
             row["tflop_per_s"] = shape.flops / best / 1e12
         rows.append(row)
     return rows
-
-
-def _torch(problem: Problem) -> Callable[[], object]:
-    """torch's attention over the same tokens, gathered beforehand into a contiguous cache."""
-    q, k, v = problem.dense()
-    device = q.device
-    rows, length = q.shape[2], k.shape[2]
-    mask = None
-    if 1 < rows < length:
-        mask = torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attend(q, k, v, attn_mask=mask, is_causal=rows == length, enable_gqa=True)
 
 
 def small_operations(clock: Clock, backends: Iterable[str], sizes: Sizes) -> list[dict[str, Any]]:
