@@ -1,8 +1,8 @@
 """Floating-point formats that NumPy lacks, held as the integers of their bits: conversion to and from float32.
 
 Everything rounds to nearest, ties to even, as GPUs do unless told otherwise. What lies beyond the largest finite value
-of a float8 becomes NaN (e4m3fn) or infinity (e5m2): chips and versions of torch differ (some saturate), so a kernel must
-not rely on either, and one that clamps first never meets it.
+of a float8 becomes NaN (e4m3fn) or infinity (e5m2): chips and versions of torch differ (some saturate), so a kernel
+must not rely on either, and one that clamps first never meets it.
 """
 
 from __future__ import annotations

