@@ -292,14 +292,18 @@ def test_loop_variables_are_int32() -> None:
 
 
 @triton.jit
-def float_argument_kernel(out, x):
+def argument_kernel(out, x, n: tl.int64, small, flag):
     tl.store(out, x * 3.0)
+    tl.store(out + 1, (n * 2**20).to(tl.float64))
+    tl.store(out + 2, (small * 2**20).to(tl.float64))
+    if flag:
+        tl.store(out + 3, 1.0)
 
 
-def test_float_arguments_are_float32() -> None:
-    out = torch.empty((), dtype=torch.float64)
-    float_argument_kernel[(1,)](out, 0.1)
-    assert out.item() == (torch.tensor(0.1) * 3.0).item()
+def test_arguments_have_the_types_of_the_compiler() -> None:
+    out = torch.zeros(4, dtype=torch.float64)
+    argument_kernel[(1,)](out, 0.1, 2**11, 2**11, True)
+    assert out.tolist() == [(torch.tensor(0.1) * 3.0).item(), 2.0**31, -(2.0**31), 1.0]
 
 
 @triton.jit

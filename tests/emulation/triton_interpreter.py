@@ -8,7 +8,7 @@ What it gets wrong, and what is done here:
 - A comparison has the type of its operands, so that a later cast goes wrong. Here it is int1.
 - A masked load without `other` gives 0. On a GPU it is undefined; here it is NaN, or a large integer.
 - A loop variable is a Python int, which never overflows and has no `.to`. Here it is an int32 or int64 scalar, as on a
-  GPU. Likewise float arguments are float32, not Python's float64.
+  GPU. Likewise arguments have the types that they are annotated with, and floats are float32 instead of float64.
 - Loads and stores go to any address. Here they must stay inside the tensors of the launch (see `memory.py`).
 - `tl.multiple_of` is believed. Here it is checked: on a GPU a wide load at an address that it misjudged fails.
 - `tl.dot` takes any shape. Here its operands must be as large as CUDA wants them.
@@ -45,6 +45,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import min_dot_size
 from triton.runtime import interpreter as original
 from triton.runtime.interpreter import InterpretedFunction, TensorHandle
+from triton.runtime.jit import _normalize_ty, mangle_type
 
 from tests.emulation.memory import Memory
 from tests.emulation.number_formats import BFLOAT16, E4M3FN, E5M2, round_to_tf32
@@ -210,7 +211,7 @@ def _run(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **optio
     if warmup:
         return
     kernel = self.rewrite()
-    parameters, constants = _parameters(kernel)
+    parameters = _parameters(kernel)
     named = {name: value for name, value in options.items() if name in parameters}
     for hook in self.pre_run_hooks:
         hook(*args, **named)
@@ -218,7 +219,7 @@ def _run(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **optio
     tensors = dict(_tensors(given))
     builder = original.interpreter_builder
     with _language(), np.errstate(all="ignore"):
-        call = {name: value if name in constants else _argument(value) for name, value in given.items()}
+        call = {name: _argument(value, parameters[name]) for name, value in given.items()}
         sizes = grid(call) if callable(grid) else grid
         sizes = tuple(int(size) for size in sizes) + (1,) * (3 - len(sizes))
         builder.set_grid_dim(*sizes)
@@ -238,11 +239,10 @@ def _call(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
 
 
 @cache
-def _parameters(kernel: Callable[..., Any]) -> tuple[frozenset[str], frozenset[str]]:
-    """The names of all parameters, and of those that are constants of the compilation."""
+def _parameters(kernel: Callable[..., Any]) -> dict[str, str]:
+    """The parameters of a kernel and the names of their types: "constexpr", "i64" ..., or "" if not annotated."""
     annotations = inspect.get_annotations(kernel)
-    constants = (name for name, kind in annotations.items() if kind is tl.constexpr or "constexpr" in str(kind))
-    return frozenset(inspect.signature(kernel).parameters), frozenset(constants)
+    return {name: _normalize_ty(annotations.get(name, "")) for name in inspect.signature(kernel).parameters}
 
 
 def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -255,13 +255,14 @@ def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
 
 
-def _argument(value: Any) -> Any:
+def _argument(value: Any, annotation: str) -> Any:
     """A kernel's argument as Triton passes it to a GPU."""
-    if isinstance(value, bool):
-        return tl.tensor(TensorHandle(np.array([value]), tl.int1), tl.int1)
-    if isinstance(value, float):
-        return tl.tensor(TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
-    return original._implicit_cvt(value)
+    if annotation == "constexpr" or not isinstance(value, (bool, int, float)):
+        return original._implicit_cvt(value) if annotation != "constexpr" else value
+    if not annotation:
+        annotation = "fp32" if isinstance(value, float) else mangle_type(value)
+    dtype = tl.str_to_ty(annotation, None)
+    return tl.tensor(packed([value], dtype), dtype)
 
 
 @cache

@@ -1,0 +1,296 @@
+"""Compile the Triton backend for GPUs that need not be here, and tell what became of its kernels.
+
+    python -m benchmarks.triton_aot --out docs/triton_aot.md       the whole grid, as a page
+    python -m benchmarks.triton_aot --every 20 --json              each 20th cell, one JSON object a line
+
+A cell is one call of the backend with its default configuration. It is compiled by making that call, with Triton's
+driver replaced by one that names the wanted GPU and runs nothing: what is compiled is what a launch compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+LIMIT = 120  # seconds for one cell
+SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""Shared memory that one block may use, by compute capability: CUDA C++ Programming Guide, table of technical
+specifications, less the KiB that the system keeps."""
+
+HEAD_DIMS = [(64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]  # of K and of V
+DTYPES = [
+    ("float16", "float16"),
+    ("bfloat16", "bfloat16"),
+    ("float32", "float32"),
+    ("bfloat16", "int8"),
+    ("bfloat16", "float8_e4m3fn"),
+    ("float16", "float8_e5m2"),
+]  # of q and of the cache
+GROUPS = [1, 4, 8, 16]
+CAPABILITIES = [80, 90, 100]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One call: what decides which kernels it launches and how they are compiled."""
+
+    capability: int  # 80 is sm_80
+    op: str  # "decode", "prefill", "write_kv", "copy_blocks"
+    head_dim: int = 128
+    head_dim_v: int = 128
+    q_dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+    group: int = 4
+    features: bool = False  # window, softcap, ALiBi, sinks and lse, or none of them
+    config: int | None = None  # which of `configs()`; None: the default
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel of a cell."""
+
+    cell: Cell
+    kernel: str
+    warps: int
+    stages: int
+    registers: int  # of a thread
+    local_bytes: int  # of a thread; more than 0: spills
+    local_accesses: int
+    shared: int  # bytes of a block
+    loads: dict[str, int]  # from global memory: bytes of one -> instructions
+    tensor_core: dict[str, int]  # instruction -> how often
+
+    @property
+    def wide_loads(self) -> int:
+        return sum(count for size, count in self.loads.items() if int(size) >= 16)
+
+
+@dataclass(frozen=True)
+class Failed:
+    cell: Cell
+    error: str
+
+
+Result = Compiled | Failed
+
+
+def grid() -> list[Cell]:
+    """The representative grid: every head_dim, dtype, group and set of features, for decode and prefill."""
+    cells = [
+        Cell(capability, op, *dims, *dtypes, group, features)
+        for dims, dtypes, group, features, op, capability in itertools.product(
+            HEAD_DIMS, DTYPES, GROUPS, [False, True], ["decode", "prefill"], CAPABILITIES
+        )
+    ]
+    for capability, dtypes in itertools.product(CAPABILITIES, DTYPES):
+        cells.append(Cell(capability, "write_kv", 128, 128, *dtypes))
+        cells.append(Cell(capability, "copy_blocks", 128, 128, *dtypes))
+    return cells
+
+
+# In a worker
+
+
+def compile_cell(cell: Cell) -> list[Result]:
+    """Compile what the call of a cell launches; an error becomes a result."""
+    signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(LIMIT)
+    try:
+        return [_inspected(cell, kernel) for kernel in _launched(cell)]
+    except Exception as error:
+        return [Failed(cell, "".join(traceback.format_exception_only(error)).strip())]
+    finally:
+        signal.alarm(0)
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError(f"not compiled within {LIMIT} seconds")
+
+
+def _inspected(cell: Cell, kernel: Any) -> Compiled:
+    from benchmarks.sass import usage
+
+    used = usage(kernel.asm["cubin"])
+    return Compiled(
+        cell,
+        kernel.metadata.name,
+        kernel.metadata.num_warps,
+        kernel.metadata.num_stages,
+        used.registers,
+        used.local_bytes,
+        used.local_accesses,
+        kernel.metadata.shared,
+        {str(size): count for size, count in used.loads.items()},
+        used.tensor_core,
+    )
+
+
+class _Driver:
+    """What Triton asks of a driver while it compiles. Each capability is a device of its own, with its own cache."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def _launched(cell: Cell) -> list[Any]:
+    """The kernels that the cell's call would launch, compiled."""
+    from unittest import mock
+
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from pagedkern.backends import load
+    from pagedkern.backends.triton import launch
+
+    kernels: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernels.append(run(self, *args, grid=grid, warmup=True, **options))
+        return kernels[-1]
+
+    driver.set_active(_Driver(cell.capability))
+    capability = divmod(cell.capability, 10)
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(launch, "capability", lambda device: capability),
+    ):
+        _call(load("triton"), cell)
+    return [kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels]
+
+
+def _call(backend: Any, cell: Cell) -> None:
+    import torch
+
+    from pagedkern.backends.base import CopyCall, WriteCall
+
+    q_dtype, kv_dtype = getattr(torch, cell.q_dtype), getattr(torch, cell.kv_dtype)
+    k_cache, v_cache = (
+        torch.zeros(4, 2, 16, dim, dtype=kv_dtype).transpose(1, 2) for dim in (cell.head_dim, cell.head_dim_v)
+    )  # [N, B, G, D], the HND layout
+    scales = None if kv_dtype == q_dtype else torch.ones(2)
+    if cell.op == "copy_blocks":
+        backend.copy_blocks(CopyCall([k_cache, v_cache], torch.tensor([0, 1]), torch.tensor([2, 3])))
+    elif cell.op == "write_kv":
+        k, v = (torch.zeros(8, 2, dim, dtype=q_dtype) for dim in (cell.head_dim, cell.head_dim_v))
+        backend.write_kv(WriteCall(k, v, k_cache, v_cache, torch.arange(8), scales, scales))
+    else:
+        _attention(backend, cell, k_cache, v_cache, scales)
+
+
+def _attention(backend: Any, cell: Cell, k_cache: Any, v_cache: Any, scales: Any) -> None:
+    import torch
+
+    from pagedkern.backends.base import AttentionCall, Problem
+
+    heads, seqs, width = 2 * cell.group, 4, 512
+    tokens = seqs if cell.op == "decode" else 256 * seqs
+    q, out = (
+        torch.zeros(tokens, heads, dim, dtype=getattr(torch, cell.q_dtype)) for dim in (cell.head_dim, cell.head_dim_v)
+    )
+    few = None if cell.op == "decode" else torch.zeros(seqs + 1, dtype=torch.int32)
+    per_head = torch.zeros(heads) if cell.features else None
+    call = AttentionCall(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=torch.zeros(seqs, width, dtype=torch.int32),
+        seq_lens=torch.zeros(seqs, dtype=torch.int32),
+        cu_seqlens_q=few,
+        max_seqlen_q=tokens // seqs,
+        scale=0.1,
+        causal=True,
+        sliding_window=1000 if cell.features else None,
+        softcap=30.0 if cell.features else None,
+        alibi_slopes=per_head,
+        sinks=per_head,
+        k_scale=scales,
+        v_scale=scales,
+        out=out,
+        lse=torch.zeros(tokens, heads) if cell.features else None,
+    )
+    problem = Problem(
+        device="cuda",
+        q_dtype=cell.q_dtype,
+        kv_dtype=cell.kv_dtype,
+        num_heads=heads,
+        num_kv_heads=2,
+        head_dim=cell.head_dim,
+        head_dim_v=cell.head_dim_v,
+        block_size=16,
+        num_seqs=seqs,
+        num_tokens=tokens,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=width * 16,
+        sliding_window=call.sliding_window,
+        softcap=cell.features,
+        alibi=cell.features,
+        sinks=cell.features,
+    )
+    if cell.config is None:
+        config = backend.default_config(problem)
+    else:
+        config = list(backend.configs(problem))[cell.config]
+    backend.attention(call, config)
+
+
+# In the parent
+
+
+def compile_all(cells: Iterable[Cell], workers: int) -> Iterator[Result]:
+    """Compile cells in processes of their own, without Triton's interpreter and with an empty cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ.pop("TRITON_INTERPRET", None)
+        os.environ["TRITON_CACHE_DIR"] = cache
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            for results in pool.map(compile_cell, cells):
+                yield from results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th cell of the grid")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, help="write the results to this file as a Markdown page")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON, one a line")
+    parser.add_argument("--cells", action="store_true", help="read the cells from standard input, as JSON, one a line")
+    options = parser.parse_args()
+    cells = [Cell(**json.loads(line)) for line in sys.stdin] if options.cells else grid()[:: options.every]
+    results: list[Result] = []
+    for result in compile_all(cells, options.workers):
+        results.append(result)
+        if options.json:
+            print(json.dumps({"kind": type(result).__name__, **asdict(result)}), flush=True)
+        else:
+            print(f"\r{len(results)} kernels, {result.cell}"[:100], end="", file=sys.stderr)
+    if options.out:
+        from benchmarks.triton_aot_page import page
+
+        options.out.write_text(page(results))
+
+
+if __name__ == "__main__":
+    main()

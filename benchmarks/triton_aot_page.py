@@ -1,0 +1,100 @@
+"""The page that `benchmarks.triton_aot` makes of its results."""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Iterable
+
+from benchmarks.triton_aot import SHARED_BYTES, Compiled, Failed, Result
+
+INTRODUCTION = """\
+# What the Triton kernels compile to
+
+Made by `python -m benchmarks.triton_aot --out docs/triton_aot.md` with triton {triton} and {ptxas}; do not edit.
+Every call below was compiled, with its default configuration, for each of these GPUs by making the call with a driver
+that runs nothing. {kernels} kernels of {cells} calls: K and V of {dims} (head_dim, or that of K/V), queries and cache of
+{dtypes}, {groups} query heads for each KV head, without features and with all of them (window, softcap, ALiBi, sinks, lse).
+
+A field of the tables is the worst over groups and features: registers of a thread; bytes of a thread in local memory
+(spills), if any; KiB of shared memory of a block (limits: {limits}); loads from global memory of 16 bytes or more, of
+all loads in the code (the others fetch block ids, lengths and single numbers); and the tensor-core instruction, if used.
+"""
+
+
+def page(results: Iterable[Result]) -> str:
+    compiled = [result for result in results if isinstance(result, Compiled)]
+    failed = [result for result in results if isinstance(result, Failed)]
+    parts = [_introduction(compiled)]
+    for kernel in dict.fromkeys(result.kernel for result in compiled):
+        parts.append(f"## `{kernel}`\n\n" + _table([result for result in compiled if result.kernel == kernel]))
+    if failed:
+        parts.append("## Not compiled\n\n" + "".join(f"- {each.cell}: {each.error}\n" for each in failed))
+    return "\n".join(parts)
+
+
+def _introduction(compiled: list[Compiled]) -> str:
+    cells = {result.cell for result in compiled}
+    capabilities = sorted({cell.capability for cell in cells})
+    return INTRODUCTION.format(
+        triton=_version(),
+        ptxas=_ptxas(),
+        kernels=len(compiled),
+        cells=len(cells),
+        dims=", ".join(dict.fromkeys(_dims(result) for result in compiled)),
+        dtypes=", ".join(dict.fromkeys(_dtypes(result) for result in compiled)),
+        groups=", ".join(map(str, sorted({cell.group for cell in cells}))),
+        limits=", ".join(f"sm_{each} {SHARED_BYTES[each] // 1024}" for each in capabilities),
+    )
+
+
+def _table(compiled: list[Compiled]) -> str:
+    capabilities = sorted({result.cell.capability for result in compiled})
+    rows: dict[tuple[str, str], dict[int, list[Compiled]]] = defaultdict(lambda: defaultdict(list))
+    for result in compiled:
+        rows[_dims(result), _dtypes(result)][result.cell.capability].append(result)
+    lines = [
+        "| head_dim | queries, cache | " + " | ".join(f"sm_{each}" for each in capabilities) + " |",
+        "| --- | --- | " + " | ".join("---" for _ in capabilities) + " |",
+    ]
+    for (dims, dtypes), by_capability in rows.items():
+        fields = [_field(by_capability[each]) if each in by_capability else "" for each in capabilities]
+        lines.append(f"| {dims} | {dtypes} | " + " | ".join(fields) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _field(compiled: list[Compiled]) -> str:
+    parts = [f"{max(each.registers for each in compiled)} registers"]
+    spilled = max(each.local_bytes for each in compiled)
+    if spilled:
+        parts.append(f"**{spilled} bytes spilled**")
+    shared = max(each.shared for each in compiled)
+    if shared:
+        parts.append(f"{shared / 1024:.0f} KiB")
+    fewest = min(compiled, key=lambda each: each.wide_loads / max(1, sum(each.loads.values())))
+    if fewest.loads:
+        parts.append(f"{fewest.wide_loads}/{sum(fewest.loads.values())} wide")
+    instructions = {name.split(".")[0] for each in compiled for name in each.tensor_core}
+    return ", ".join(parts + sorted(instructions))
+
+
+def _dims(result: Compiled) -> str:
+    cell = result.cell
+    return f"{cell.head_dim}" if cell.head_dim == cell.head_dim_v else f"{cell.head_dim}/{cell.head_dim_v}"
+
+
+def _dtypes(result: Compiled) -> str:
+    cell = result.cell
+    return cell.q_dtype if cell.q_dtype == cell.kv_dtype else f"{cell.q_dtype} + {cell.kv_dtype}"
+
+
+def _version() -> str:
+    import triton
+
+    return f"{triton.__version__} (Python {platform.python_version()})"
+
+
+def _ptxas() -> str:
+    from triton import knobs
+
+    return f"ptxas {knobs.nvidia.ptxas.version}"
