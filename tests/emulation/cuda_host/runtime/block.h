@@ -14,7 +14,6 @@ struct AsyncCopy { /* issued, not arrived */
   unsigned char *to;
   const unsigned char *from;
   unsigned bytes, source_bytes;
-  unsigned issuer;
 };
 
 struct Thread {
@@ -80,6 +79,7 @@ void set_ranges(const Range *ranges, long count); /* count < 0: anything goes */
 void set_module(const void *address);             /* its data may be touched, and its code gets source lines */
 void touch(const void *address, size_t bytes, Access access, const void *pc = nullptr);
 void touch_as(unsigned thread, const void *address, size_t bytes, Access access);
+void mark(const void *shared, size_t bytes, bool arrived); /* a copy into it is in flight, or is no longer */
 void order_threads(const std::vector<Thread *> &threads); /* all before is seen by all after */
 void release(Clock &clock); /* what the current thread did until now is known to whoever acquires */
 void acquire(const Clock &clock);

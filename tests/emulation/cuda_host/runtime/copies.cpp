@@ -38,10 +38,11 @@ void issue(const AsyncCopy &copy, unsigned alignment, const char *name) {
   touch(copy.to, copy.bytes, Access::WRITE);
   touch(copy.from, copy.source_bytes, Access::READ);
   memset(copy.to, block.poison, copy.bytes);
+  mark(copy.to, copy.bytes, false);
 }
 
 void arrive(const AsyncCopy &copy) {
-  touch_as(copy.issuer, copy.to, copy.bytes, Access::WRITE);
+  mark(copy.to, copy.bytes, true);
   memcpy(copy.to, copy.from, copy.source_bytes);
   memset(copy.to + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
 }
@@ -83,7 +84,7 @@ void cp_async(void *shared, const void *global, int bytes, int source_bytes) {
   if (bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async of %d bytes", bytes);
   if (source_bytes < 0 || source_bytes > bytes) fail("cp.async of %d bytes from a source of %d", bytes, source_bytes);
   AsyncCopy copy{static_cast<unsigned char *>(shared), static_cast<const unsigned char *>(global), unsigned(bytes),
-                 unsigned(source_bytes), current->id};
+                 unsigned(source_bytes)};
   issue(copy, unsigned(bytes), "cp.async");
   current->copies.push_back(copy);
 }
@@ -94,7 +95,10 @@ void cp_async_wait(int groups) {
   std::vector<size_t> &ends = current->groups;
   if (ends.size() <= size_t(groups)) return;
   size_t over = ends.size() - size_t(groups), count = ends[over - 1];
-  for (size_t i = 0; i < count; ++i) arrive(current->copies[i]);
+  for (size_t i = 0; i < count; ++i) {
+    touch(current->copies[i].to, current->copies[i].bytes, Access::WRITE);
+    arrive(current->copies[i]);
+  }
   current->copies.erase(current->copies.begin(), current->copies.begin() + long(count));
   ends.erase(ends.begin(), ends.begin() + long(over));
   for (size_t &end : ends) end -= count;
@@ -159,8 +163,7 @@ bool mbarrier_try_wait(void *barrier, unsigned parity) {
 
 void bulk_copy(void *shared, const void *global, unsigned bytes, void *barrier) {
   if (bytes % 16) fail("cp.async.bulk of %u bytes, not a multiple of 16", bytes);
-  AsyncCopy copy{static_cast<unsigned char *>(shared), static_cast<const unsigned char *>(global), bytes, bytes,
-                 current->id};
+  AsyncCopy copy{static_cast<unsigned char *>(shared), static_cast<const unsigned char *>(global), bytes, bytes};
   issue(copy, 16, "cp.async.bulk");
   MBarrier &b = mbarrier(barrier);
   b.copies.push_back(copy);

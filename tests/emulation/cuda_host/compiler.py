@@ -1,0 +1,159 @@
+"""Shared objects from CUDA sources, built by g++ and kept in a cache by the contents of everything they are made of."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+HERE = Path(__file__).parent
+INCLUDE = HERE / "include"
+RUNTIME = HERE / "runtime"
+
+Mode = Literal["plain", "checked", "address"]
+"""plain: fast. checked: every access goes through runtime/checks.cpp. address: AddressSanitizer, which the process has to
+have loaded (LD_PRELOAD)."""
+
+COMMON = "-std=c++17 -fPIC -shared -ffp-contract=off -fno-strict-aliasing -fno-exceptions -U_FORTIFY_SOURCE".split()
+KERNEL = "-O1 -w -fvisibility=hidden -fno-gnu-unique -fno-stack-protector".split()
+MODES: Mapping[Mode, tuple[list[str], list[str]]] = {  # of kernels, of the runtime
+    "plain": ([], ["-O2"]),
+    "checked": (["-g1", "-fsanitize=thread", "-nodefaultlibs", "-lm", "-lc"], ["-O2", "-DPAGEDKERN_CHECKED"]),
+    "address": (["-g1", "-fsanitize=address"], ["-O1", "-g1", "-fsanitize=address"]),
+}
+
+SOURCE = """
+#include "{source}"
+static thread_local char anchor;
+extern "C" __attribute__((visibility("default"))) void *pagedkern_shared() {{ return &anchor; }}
+"""
+ENTRY = """
+extern "C" __attribute__((visibility("default"), no_sanitize("thread"))) void pagedkern_entry_{i}(void **arguments) {{
+  pagedkern_host::invoke(&{name}, arguments);
+}}
+"""
+
+
+class CompileError(Exception):
+    """What g++ said about a source."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel ready to run."""
+
+    path: Path
+    entry: ctypes._FuncPtr  # type: ignore[name-defined]
+    shared: ctypes._FuncPtr  # type: ignore[name-defined]
+    runtime: ctypes.CDLL
+
+
+def compiler() -> str | None:
+    """The C++ compiler's path, or None."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def compile_kernels(
+    source: Path,
+    names: Sequence[str],
+    macros: Mapping[str, object] | None = None,
+    *,
+    include: Sequence[Path] = (),
+    mode: Mode = "plain",
+) -> dict[str, Kernel]:
+    """Compile kernels of one source file into one object, or take it from the cache.
+
+    Names are expressions such as `copy<float, 4>`. Sources do not change while a process runs.
+
+    Raises:
+        CompileError: with the messages of g++.
+    """
+    return _compile(source.resolve(), tuple(names), tuple((macros or {}).items()), tuple(include), mode)
+
+
+@functools.cache
+def _compile(
+    source: Path,
+    names: tuple[str, ...],
+    macros: tuple[tuple[str, object], ...],
+    include: tuple[Path, ...],
+    mode: Mode,
+) -> dict[str, Kernel]:
+    folders = (INCLUDE, source.parent, *include)
+    text = SOURCE.format(source=source.name) + "".join(ENTRY.format(i=i, name=name) for i, name in enumerate(names))
+    flags = [*COMMON, *KERNEL, *(f"-D{key}={value}" for key, value in macros), "-include", "pagedkern_host.h"]
+    runtime = _runtime(mode)
+    inputs = [path for folder in folders for path in sorted(folder.glob("*")) if path.suffix in SUFFIXES]
+    key = [text, *flags, *MODES[mode][0], str(runtime), *(path.read_text() for path in inputs)]
+
+    def build(target: Path) -> list[str]:
+        entry = target.with_suffix(".cpp")
+        entry.write_text(text)
+        return [*flags, *(f"-I{folder}" for folder in folders), str(entry), str(runtime), *MODES[mode][0]]
+
+    return _load(_cached(f"{source.stem}-{mode}", key, build), names, runtime)
+
+
+SUFFIXES = {".cu", ".cuh", ".h"}
+
+
+@functools.cache
+def _runtime(mode: Mode) -> Path:
+    sources = sorted(RUNTIME.glob("*.cpp"))
+    inputs = [*sources, *sorted(RUNTIME.glob("*.h")), *sorted(INCLUDE.glob("*.h"))]
+    flags = [*COMMON, *MODES[mode][1]]
+    return _cached(
+        f"runtime-{mode}", [*flags, *(p.read_text() for p in inputs)], lambda _: [*flags, *map(str, sources)]
+    )
+
+
+def _cached(label: str, key: Sequence[str], build: Callable[[Path], list[str]]) -> Path:
+    """The shared object of that key; `build(path)` gives the arguments for g++ if it has to be made."""
+    digest = hashlib.sha256("\0".join([_version(), *key]).encode()).hexdigest()[:24]
+    target = cache_folder() / f"{label}-{digest}.so"
+    if target.exists():
+        return target
+    with open(target.with_suffix(".lock"), "w") as lock:  # workers that start together need the same objects
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            unfinished = target.with_suffix(".new")
+            command = [str(compiler()), *build(target), "-o", str(unfinished)]
+            made = subprocess.run(command, capture_output=True, text=True)
+            if made.returncode:
+                raise CompileError(f"{' '.join(command)}\n{made.stderr}")
+            os.replace(unfinished, target)
+    return target
+
+
+@functools.cache
+def _version() -> str:
+    return subprocess.run([str(compiler()), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def cache_folder() -> Path:
+    """Beside pytest's own cache; PAGEDKERN_HOST_CACHE names another place."""
+    folder = Path(os.environ.get("PAGEDKERN_HOST_CACHE", HERE.parents[2] / ".pytest_cache" / "d" / "cuda_host"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # the tests of an installed package may lie where nobody can write
+        folder = Path(tempfile.gettempdir()) / f"pagedkern-cuda-host-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _load(path: Path, names: Sequence[str], runtime: Path) -> dict[str, Kernel]:
+    library = ctypes.CDLL(str(path))
+    run = ctypes.CDLL(str(runtime))
+    run.pagedkern_host_launch.restype = ctypes.c_char_p
+    entries = [getattr(library, f"pagedkern_entry_{i}") for i in range(len(names))]
+    return {name: Kernel(path, entry, library.pagedkern_shared, run) for name, entry in zip(names, entries, strict=True)}
