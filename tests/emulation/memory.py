@@ -10,10 +10,9 @@ from __future__ import annotations
 import gc
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,29 +35,42 @@ class Memory:
         self.kernel = kernel
         self.program: tuple[int, ...] = ()
         self.pointers_made = False  # the kernel turned integers into pointers: any live tensor may be meant
-        self._regions = sorted(region(name, tensor) for name, tensor in tensors.items())
-        self._starts = [each.start for each in self._regions]
-        self._ends = np.maximum.accumulate([each.end for each in self._regions] or [0]).tolist()
+        self._regions: list[Region] = []
+        self._starts: list[int] = []
+        for name, tensor in tensors.items():
+            self._add(region(name, tensor))
 
     def check(self, addresses: NDArray[np.uint64], itemsize: int, access: str) -> None:
         """Raise `OutOfBounds` unless every address [any shape] may be accessed by elements of `itemsize` bytes."""
         if addresses.size == 0:
             return
         first, last = int(addresses.min()), int(addresses.max())
-        index = bisect_right(self._starts, first) - 1
-        if index < 0 or last + itemsize > self._regions[index].end:
-            self._check_each(addresses.ravel(), itemsize, access)
+        around = self._region(first)
+        if around is None or last + itemsize > around.end:  # not all in one
+            for address in dict.fromkeys(addresses.ravel().tolist()):
+                self._check_one(address, itemsize, access)
         if itemsize > 1 and np.any(addresses & np.uint64(itemsize - 1)):
             raise OutOfBounds(f"{self._where()} {access} of {itemsize} bytes at an address that is no multiple of that")
 
-    def _check_each(self, addresses: NDArray[np.uint64], itemsize: int, access: str) -> None:
-        for address in dict.fromkeys(addresses.tolist()):
-            index = bisect_right(self._starts, address) - 1
-            inside = index >= 0 and address + itemsize <= self._ends[index]
-            if not inside and not (self.pointers_made and _is_live(address, itemsize)):
-                raise OutOfBounds(
-                    f"{self._where()} {access} of {itemsize} bytes outside of its tensors: {self._nearest(address)}"
-                )
+    def _check_one(self, address: int, itemsize: int, access: str) -> None:
+        around = self._region(address)
+        if around is not None and address + itemsize <= around.end:
+            return
+        live = _live_region(address, itemsize) if self.pointers_made else None
+        if live is None:
+            where = self._nearest(address)
+            raise OutOfBounds(f"{self._where()} {access} of {itemsize} bytes outside of its tensors: {where}")
+        self._add(live)
+
+    def _add(self, new: Region) -> None:
+        index = bisect_right(self._starts, new.start)
+        self._starts.insert(index, new.start)
+        self._regions.insert(index, new)
+
+    def _region(self, address: int) -> Region | None:
+        """One that holds the address."""
+        candidates = self._regions[: bisect_right(self._starts, address)]
+        return next((each for each in reversed(candidates) if address < each.end), None)
 
     def _where(self) -> str:
         return f"Kernel {self.kernel}, program {self.program}:"
@@ -78,16 +90,14 @@ def region(name: str, tensor: Tensor) -> Region:
     return Region(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), name, tensor.data_ptr())
 
 
-def _is_live(address: int, itemsize: int) -> bool:
-    """Whether any tensor of this process holds the address. Slow."""
-    return any(_holds(each, address, itemsize) for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-
-
-def _holds(tensor: Any, address: int, itemsize: int) -> bool:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return False
-    try:
-        found = region("", tensor)
-    except RuntimeError:  # a fake tensor, or one without storage
-        return False
-    return found.start <= address and address + itemsize <= found.end
+def _live_region(address: int, itemsize: int) -> Region | None:
+    """The storage of any tensor of this process that holds the address. Slow."""
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), Tensor) and candidate.device.type == "cpu":
+            try:
+                found = region("a live tensor", candidate)
+            except (RuntimeError, NotImplementedError):  # a fake tensor, or one without a storage
+                continue
+            if found.start <= address and address + itemsize <= found.end:
+                return found
+    return None
