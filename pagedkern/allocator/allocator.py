@@ -153,7 +153,7 @@ class BlockAllocator(Facts):
         Cached blocks stay to be reused until they are the least recently used, the tail of a sequence before its head.
         Blocks that a step in flight reads or writes are handed out again only after its commit or abort.
         """
-        seq = self._core.own(seq, "seq", State.LIVE, State.SWAPPED)
+        seq = self._core.own(seq, (State.LIVE, State.SWAPPED))
         self._core.give_up(seq, seq._blocks)
         self._core.remove(seq)
 

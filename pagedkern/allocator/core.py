@@ -86,19 +86,13 @@ class Core:
             for seq in cohort.seqs:
                 seq._sync()
 
-    def own(self, seq: object, name: str = "seq", *states: State) -> Sequence:
+    def own(self, seq: object, states: tuple[State, ...] = (State.LIVE,), at: int | None = None) -> Sequence:
         """The sequence, taken out of its cohort and ready to be changed, or the error that its handle is stale.
 
-        Changes made to it from now on are undone by the undo log.
+        Changes made to it from now on are undone by the undo log. `at`: its index in the argument `seqs`.
         """
-        if not isinstance(seq, Sequence):
-            raise InvalidType(f"{name}: got {type(seq).__name__}, a Sequence is accepted")
-        if seq._owner is not self.owner:
-            raise StaleSequence(f"{name}: sequence {seq.id} belongs to another allocator")
-        states = states or (State.LIVE,)
-        if seq._state not in states:
-            accepted = " or ".join(state.value for state in states)
-            raise StaleSequence(f"{name}: sequence {seq.id} is {seq.state}, accepted is one that is {accepted}")
+        if not isinstance(seq, Sequence) or seq._owner is not self.owner or seq._state not in states:
+            raise _stale(seq, self.owner, states, "seq" if at is None else f"seqs[{at}]")
         if seq._cohort is not None:
             self.detach(seq)
         self.undo.append((seq._restore, seq._saved()))
@@ -120,7 +114,8 @@ class Core:
 
     def own_all(self, seqs: object, state: State = State.LIVE) -> list[Sequence]:
         """`own` for each sequence of a batch, which must not name one twice."""
-        batch = [self.own(s, f"seqs[{i}]", state) for i, s in enumerate(self.each(seqs))]
+        states = (state,)
+        batch = [self.own(s, states, i) for i, s in enumerate(self.each(seqs))]
         if len(batch) > 1 and len(set(batch)) != len(batch):
             twice = next(s.id for i, s in enumerate(batch) if s in batch[:i])
             raise InvalidArgument(f"seqs: sequence {twice} is named twice")
@@ -236,3 +231,13 @@ class Core:
         self.prefix.insert(parent, data, blocks, new=start >= seq._private)
         seq._registered = full
         seq._private = max(seq._private, full)
+
+
+def _stale(seq: object, owner: object, states: tuple[State, ...], name: str) -> Exception:
+    """Why a handle cannot be used."""
+    if not isinstance(seq, Sequence):
+        return InvalidType(f"{name}: got {type(seq).__name__}, a Sequence is accepted")
+    if seq._owner is not owner:
+        return StaleSequence(f"{name}: sequence {seq.id} belongs to another allocator")
+    accepted = " or ".join(state.value for state in states)
+    return StaleSequence(f"{name}: sequence {seq.id} is {seq.state}, accepted is one that is {accepted}")

@@ -89,9 +89,9 @@ class BlockPool:
 
         Raises `OutOfBlocks`, and changes nothing, if fewer are free.
         """
-        blank = self._blank
         if not count:
             return []
+        blank = self._blank
         if count > len(blank) and count > self.num_free:
             raise OutOfBlocks(f"{self.name} blocks: {count} needed, {self.num_free} of {self.num_blocks} free")
         blocks: list[int] = []

@@ -5,9 +5,11 @@ copy.
 from __future__ import annotations
 
 import enum
+import sys
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as List
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 from pagedkern.allocator.sequence import Sequence, State
@@ -56,6 +58,8 @@ class Copies:
 
 
 NO_COPIES = Copies(array("q"), array("q"))
+MOST_LANES = 1024
+"""Slots of larger blocks are made one by one: most of them would be thrown away."""
 
 
 class Row:
@@ -234,17 +238,32 @@ class Step(Plan):
 def append_slots(slots: array[int], blocks: list[int], size: int, start: int, end: int) -> None:
     """Append the slots of positions `start .. end-1` of a table; positions before the first of its blocks give -1.
 
-    `blocks` are the table's entries from the one of position `end-1` back to the first written. O(end - start).
+    `blocks` are the table's entries from the one of position `end-1` back to the first written. O(end - start), in C
+    within each block.
     """
     first = -(-end // size) - len(blocks)  # index in the table of blocks[0]
     skipped = min(end, max(start, first * size)) - start
     slots.extend([-1] * skipped)
     position = start + skipped
-    while position < end:
-        block, offset = blocks[position // size - first], position % size
-        run = min(size - offset, end - position)
-        slots.extend(range(block * size + offset, block * size + offset + run))
-        position += run
+    if position == end:
+        return
+    blocks, offset = blocks[position // size - first :], position % size
+    if size > MOST_LANES:
+        for b in blocks:
+            count = min(size - offset, end - position)
+            slots.extend(range(b * size + offset, b * size + offset + count))
+            position, offset = position + count, 0
+        return
+    zero, step = _slot_lanes(size)
+    data = b"".join([(zero + b * step).to_bytes(8 * size, sys.byteorder) for b in blocks])
+    slots.frombytes(data[8 * offset : 8 * (offset + end - position)])
+
+
+@lru_cache(16)
+def _slot_lanes(size: int) -> tuple[int, int]:
+    """The slots of block 0 as one integer with a lane of 64 bits each, and what every next block adds to it."""
+    lanes = (array("q", range(size)), array("q", [size]) * size)
+    return int.from_bytes(lanes[0].tobytes(), sys.byteorder), int.from_bytes(lanes[1].tobytes(), sys.byteorder)
 
 
 class Table:

@@ -31,7 +31,7 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
         for row in rows[:growing]:
             row.reach += lookahead
     replaced, rewritten, num_new = _plan(core, rows)
-    fresh = iter(core.pool.take(len(replaced) + num_new))
+    fresh = iter(core.pool.take(len(replaced) + num_new) if replaced or num_new else ())
     step = Step(core.owner, core.next_plan(), tuple(seqs))
     step._rows = rows
 
@@ -50,7 +50,7 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
         if missing > 0:
             seq._blocks.extend([next(fresh) for _ in range(missing)])
             seq._dirty = True
-        if -(-row.end // size) >= seq._private:
+        if seq._private and -(-row.end // size) >= seq._private:
             first = max(row.start, seq._present) // size
             # What is written is the writer's own; but the source of a copy in flight is shared again by `abort`.
             while seq._private > first and seq._blocks[seq._private - 1] not in core.pool.holds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import subprocess
 import sys
 from array import array
@@ -289,4 +290,23 @@ def test_a_device_table_stays_right_when_the_table_was_widened_in_between() -> N
             rows[row] = table[row]
         assert rows == table
         device = {step.id: rows}
+        allocator.commit(step)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 1024, 1025, 2**31 - 1])
+def test_slots_of_prompts_in_chunks_of_any_length(size: int) -> None:
+    """Each slot is its block's place times the block size, and its place in the block."""
+    generator = random.Random(size)
+    allocator = BlockAllocator(50, size, prefix_caching=False)
+    holes = [allocator.create(1) for _ in range(20)]
+    for seq in generator.sample(holes, 10):  # blocks in no order
+        allocator.free(seq)
+    seq = allocator.create(min(20 * size - generator.randrange(size), 25_000))
+    position = 0
+    while position < seq.num_tokens:
+        step = allocator.prefill([seq], generator.choice([1, 2, 15, 16, 17, 1500, 6000]))
+        end = position + step.num_tokens
+        blocks = seq.block_ids
+        assert step.slot_mapping.tolist() == [blocks[p // size] * size + p % size for p in range(position, end)]
+        position = end
         allocator.commit(step)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
 
 from pagedkern.allocator import BlockAllocator, Sequence, Step, Verdict
+from pagedkern.allocator.arguments import token_ids
 from pagedkern.errors import AuditError, InvalidArgument, InvalidType, OutOfBlocks, StaleSequence
 from tests.allocator.world import fingerprint
+
+
+class Token(enum.IntEnum):
+    """Ids with names."""
+
+    PAD = 0
+    START = 1
+    LAST = 200
 
 
 class Scene:
@@ -51,6 +63,18 @@ WRONG: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "create str": (lambda s: s.a.create("abc"), InvalidType, "tokens: got str"),
     "create bytes": (lambda s: s.a.create(b"12345678"), InvalidType, "tokens: got bytes"),
     "create floats": (lambda s: s.a.create([1, 2.0]), InvalidType, "tokens: token ids must be integers"),
+    "create bools": (lambda s: s.a.create([True]), InvalidType, "tokens: token ids must be integers .got a bool"),
+    "create a late bool": (lambda s: s.a.create([*range(4999), False]), InvalidType, "tokens: .*got a bool"),
+    "create bools in a tuple": (lambda s: s.a.create((70000, True)), InvalidType, "tokens: .*got a bool"),
+    "create one by one": (lambda s: s.a.create(b for b in [True]), InvalidType, "tokens: .*got a bool"),
+    "create a bool beside a negative id": (lambda s: s.a.create([-1, True]), InvalidType, "tokens: .*got a bool"),
+    "create bool array": (lambda s: s.a.create(np.array([True])), InvalidType, "tokens: .*got a bool"),
+    "create bool tensor": (lambda s: s.a.create(torch.tensor([1, 0]) > 0), InvalidType, "tokens: .*got a bool"),
+    "create numpy bools": (lambda s: s.a.create([np.True_]), InvalidType, "tokens: token ids must be integers"),
+    "can_allocate bools": (lambda s: s.a.can_allocate([5, True]), InvalidType, "tokens: .*got a bool"),
+    "append bool": (lambda s: s.a.append([s.seq], [True]), InvalidType, r"tokens\[0\]: .*got a bool"),
+    "append bools": (lambda s: s.a.append([s.seq], [[7, False]]), InvalidType, r"tokens\[0\]: .*got a bool"),
+    "digests of bools": (lambda s: s.a.digests([True]), InvalidType, "tokens: .*got a bool"),
     "create nested": (lambda s: s.a.create([[1, 2]]), InvalidType, "tokens: token ids must be integers"),
     "create huge id": (lambda s: s.a.create([2**63]), InvalidArgument, "tokens: a token id does not fit"),
     "create too large": (lambda s: s.a.create(10**6), OutOfBlocks, "250000 blocks needed"),
@@ -341,3 +365,27 @@ def test_check_finds_damage() -> None:
         except AuditError as error:
             found = bool(str(error))
         assert found, f"damage {number} was not found"
+
+
+@pytest.mark.parametrize("make", [np.int32, np.uint8, np.int64, torch.tensor, Token])
+def test_whatever_is_an_index_is_a_token_id(make: Callable[[int], object]) -> None:
+    """Ids of other libraries, also where they stand for 0 and 1, as they would as bools."""
+    allocator = BlockAllocator(8, 4)
+    ids = [0, 1, 1, 0, 200]
+    seq = allocator.create([make(i) for i in ids])  # type: ignore[misc]
+    allocator.commit(allocator.prefill([seq]))
+    allocator.commit(allocator.append([seq], [make(1)]))  # type: ignore[list-item]
+    allocator.commit(allocator.append([seq], [[make(0), make(0)]]))  # type: ignore[list-item]
+    allocator.free(seq)
+    assert allocator.create([*ids, 1, 0, 0, 9]).num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("at", [0, 1, 63, 64, 499])
+@pytest.mark.parametrize("others", [0, 1, 7, 256, 257, 40_000, 65_536, 65_537, 2**62, -1])
+def test_a_bool_is_found_among_any_ids(others: int, at: int) -> None:
+    ids: list[int] = [others] * 500
+    assert token_ids("ids", ids).tolist() == ids
+    for value in (True, False):
+        ids[at] = value
+        with pytest.raises(InvalidType, match="ids: .*got a bool"):
+            token_ids("ids", ids)
