@@ -387,5 +387,5 @@ def test_a_bool_is_found_among_any_ids(others: int, at: int) -> None:
     assert token_ids("ids", ids).tolist() == ids
     for value in (True, False):
         ids[at] = value
-        with pytest.raises(InvalidType, match="ids: .*got a bool"):
+        with pytest.raises(InvalidType, match=r"ids: .*got a bool"):
             token_ids("ids", ids)
