@@ -19,6 +19,7 @@ def set_up() -> None:
     if EMULATED:
         os.environ.setdefault("TRITON_INTERPRET", "1")
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
+        os.environ.setdefault("PAGEDKERN_CUPY_LAUNCHER", "tests.emulation.cuda_host.launcher:HostLauncher")
         if os.environ["TRITON_INTERPRET"] == "1":
             after_import("triton", _mend_triton)
 

@@ -37,7 +37,7 @@ static thread_local char anchor;
 extern "C" __attribute__((visibility("default"))) void *pagedkern_shared() {{ return &anchor; }}
 """
 ENTRY = """
-extern "C" __attribute__((visibility("default"), no_sanitize("thread"))) void pagedkern_entry_{i}(void **arguments) {{
+extern "C" __attribute__((visibility("default"))) void pagedkern_entry_{i}(void **arguments) {{
   pagedkern_host::invoke(&{name}, arguments);
 }}
 """

@@ -107,8 +107,9 @@ def launch(
     """
     kernel.shared()  # brings this thread's copy of the shared variables to life
     addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
-    spans = [_Range(begin, begin + size) for begin, size in arrays or () if size]
-    ranges = (_Range * len(spans))(*spans)
+    spans = [(begin, size) for begin, size in arrays or ()]
+    spans += [(ctypes.addressof(a), ctypes.sizeof(a)) for a in (*arguments, addresses)]
+    ranges = (_Range * len(spans))(*((begin, begin + size) for begin, size in spans))
     order = _order(_current.order)
     given = _Launch(
         ctypes.cast(kernel.entry, ctypes.c_void_p),

@@ -62,9 +62,9 @@ void mma_m16n8k8_f16(float d[4], const unsigned a[2], const unsigned b[1], const
 void mma_m16n8k8_bf16(float d[4], const unsigned a[2], const unsigned b[1], const float c[4]);
 void mma_m16n8k8_tf32(float d[4], const unsigned a[4], const unsigned b[2], const float c[4]);
 
-/* Calls a kernel with arguments given by address, as cuLaunchKernel takes them. The checks need not see that. */
+/* Calls a kernel with arguments given by address, as cuLaunchKernel takes them. */
 template <typename... A, size_t... I>
-inline __attribute__((no_sanitize("thread"))) void invoke_(void (*kernel)(A...), void **args, index_sequence<I...>) {
+inline void invoke_(void (*kernel)(A...), void **args, index_sequence<I...>) {
   kernel(*static_cast<A *>(args[I])...);
 }
 template <typename... A>

@@ -1,7 +1,6 @@
 /* The block that runs: its threads as fibers, who may run next, and what the parts of the runtime ask of each other. */
 #pragma once
 
-#include <deque>
 #include <string>
 #include <vector>
 
@@ -18,6 +17,7 @@ struct AsyncCopy { /* issued, not arrived */
 
 struct Thread {
   Fiber fiber;
+  Thread *next; /* in the queue of those that can run */
   unsigned id; /* in the block, x fastest */
   uint3 index;
   bool finished;
@@ -37,8 +37,9 @@ struct Group { /* lanes of a warp on their way into one collective */
 struct Block {
   unsigned size; /* threads */
   std::vector<Thread> threads;
-  std::deque<Thread *> ready;
+  Thread *first_ready, *last_ready; /* null if there is none */
   std::vector<std::vector<Group>> warps;
+  std::vector<unsigned> present; /* lanes of each warp that exist and have not returned */
   std::vector<Thread *> at_barrier;
   int votes; /* of those at the barrier */
   unsigned num_finished;
@@ -55,7 +56,8 @@ extern Thread *current; /* null outside a launch */
 /* threads.cpp */
 void start_block(unsigned long long order, void (*body)());
 void wait(const char *what, Site site);  /* until woken */
-void wake(std::vector<Thread *> threads); /* in the order of this launch */
+void wake(Thread **threads, size_t count); /* in the order of this launch; rearranges them */
+Thread *take_ready();
 void finish();                           /* the current thread leaves the kernel; does not return */
 unsigned long long random_bits();
 std::string names(const std::vector<const Thread *> &threads); /* "threads 0-31, 40" */
@@ -80,7 +82,7 @@ void set_module(const void *address);             /* its data may be touched, an
 void touch(const void *address, size_t bytes, Access access, const void *pc = nullptr);
 void touch_as(unsigned thread, const void *address, size_t bytes, Access access);
 void mark(const void *shared, size_t bytes, bool arrived); /* a copy into it is in flight, or is no longer */
-void order_threads(const std::vector<Thread *> &threads); /* all before is seen by all after */
+void order_threads(Thread *const *threads, size_t count); /* all before is seen by all after */
 void release(Clock &clock); /* what the current thread did until now is known to whoever acquires */
 void acquire(const Clock &clock);
 

@@ -23,7 +23,7 @@ void touch(const void *, size_t, Access, const void *) {}
 void touch_as(unsigned, const void *, size_t, Access) {}
 void touch_atomic(const void *, int) {}
 void mark(const void *, size_t, bool) {}
-void order_threads(const std::vector<Thread *> &) {}
+void order_threads(Thread *const *, size_t) {}
 void release(Clock &) {}
 void acquire(const Clock &) {}
 
@@ -42,7 +42,7 @@ std::vector<Byte> bytes_of_dynamic, bytes_of_fixed;
 std::vector<Clock> clocks; /* [thread][thread] */
 std::vector<Range> ranges;
 bool bounded;
-Range module_;
+Range module_, runtime;
 
 bool ordered(Event e, unsigned thread) {
   return e.time == 0 || e.thread == thread || clocks[thread][e.thread] >= e.time;
@@ -105,12 +105,11 @@ void set_ranges(const Range *given, long count) {
   if (bounded) ranges.assign(given, given + count);
 }
 
-void set_module(const void *address) {
-  module_ = Range{nullptr, nullptr};
+static Range module_of(const void *address) {
   struct Search {
     uintptr_t address;
     Range found;
-  } search{uintptr_t(address), {}};
+  } search{uintptr_t(address), {nullptr, nullptr}};
   dl_iterate_phdr(
       [](dl_phdr_info *info, size_t, void *data) {
         Search &s = *static_cast<Search *>(data);
@@ -123,7 +122,12 @@ void set_module(const void *address) {
         return 1;
       },
       &search);
-  module_ = search.found;
+  return search.found;
+}
+
+void set_module(const void *address) {
+  module_ = module_of(address);
+  if (!runtime.begin) runtime = module_of(&threadIdx);
 }
 
 void reset_checks() {
@@ -152,7 +156,8 @@ void touch(const void *address, size_t size, Access access, const void *pc) {
   if (inside(p, size, block.fixed, block.fixed_bytes))
     return check_shared(current->id, bytes_of_fixed, size_t(p - block.fixed), size, access, pc);
   if (!bounded || in_ranges(p, size)) return;
-  if (p >= module_.begin && p + size <= module_.end) return; /* constants */
+  for (const Range &module : {runtime, module_}) /* threadIdx and its like; constants */
+    if (p >= module.begin && p + size <= module.end) return;
   std::string nearest;
   size_t best = size_t(-1);
   for (size_t i = 0; i < ranges.size(); ++i) {
@@ -178,13 +183,14 @@ void mark(const void *shared, size_t size, bool arrived) {
   for (size_t i = offset; i < offset + size; ++i) shadow[i].initialised = arrived;
 }
 
-void order_threads(const std::vector<Thread *> &threads) {
+void order_threads(Thread *const *threads, size_t count) {
   Clock all(block.size, 0);
-  for (Thread *t : threads)
-    for (unsigned u = 0; u < block.size; ++u) all[u] = std::max(all[u], clocks[t->id][u]);
-  for (Thread *t : threads) {
-    clocks[t->id] = all;
-    ++clocks[t->id][t->id];
+  for (size_t i = 0; i < count; ++i)
+    for (unsigned u = 0; u < block.size; ++u) all[u] = std::max(all[u], clocks[threads[i]->id][u]);
+  for (size_t i = 0; i < count; ++i) {
+    Clock &clock = clocks[threads[i]->id];
+    clock = all;
+    ++clock[threads[i]->id];
   }
 }
 

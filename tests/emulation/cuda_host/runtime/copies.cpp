@@ -66,7 +66,7 @@ void end_phase_if_over(MBarrier &b) {
   b.pending = b.count;
   std::vector<Thread *> waiting;
   waiting.swap(b.waiting);
-  wake(waiting);
+  wake(waiting.data(), waiting.size());
 }
 
 } // namespace
@@ -187,7 +187,7 @@ static void end_if_complete(NamedBarrier &b) {
   b.arrived = 0;
   std::vector<Thread *> waiting;
   waiting.swap(b.waiting);
-  wake(waiting);
+  wake(waiting.data(), waiting.size());
 }
 
 void named_barrier_arrive(int id, int threads) { end_if_complete(named(id, threads)); }

@@ -143,8 +143,7 @@ bool run_block(uint3 index) {
   reset_copies();
   start_block(launch->order, body);
   reset_checks();
-  current = block.ready.front();
-  block.ready.pop_front();
+  current = take_ready();
   threadIdx = current->index;
   switch_fiber(launcher, current->fiber);
   return !failed;

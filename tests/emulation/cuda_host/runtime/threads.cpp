@@ -22,21 +22,40 @@ unsigned long long random_bits() {
   return random_;
 }
 
-static void arrange(std::vector<Thread *> &threads) {
-  if (order_ <= 1) {
-    bool forward = order_ == 0;
-    std::sort(threads.begin(), threads.end(),
-              [=](Thread *a, Thread *b) { return forward ? a->id < b->id : a->id > b->id; });
+static void arrange(Thread **threads, size_t count) { /* given lowest first, or in any order */
+  if (order_ > 1) {
+    for (size_t i = count; i > 1; --i) std::swap(threads[i - 1], threads[(random_bits() >> 20) % i]);
+    return;
+  }
+  auto by_id = [](Thread *a, Thread *b) { return a->id < b->id; };
+  if (!std::is_sorted(threads, threads + count, by_id)) std::sort(threads, threads + count, by_id);
+  if (order_ == 1) std::reverse(threads, threads + count);
+}
+
+void wake(Thread **threads, size_t count) {
+  if (!count) return;
+  arrange(threads, count);
+  for (size_t i = 0; i < count; ++i) {
+    threads[i]->waits_at = nullptr;
+    threads[i]->next = i + 1 < count ? threads[i + 1] : nullptr;
+  }
+  Thread *first = threads[0], *last = threads[count - 1];
+  if (!block.first_ready) {
+    block.first_ready = first;
+    block.last_ready = last;
+  } else if (order_ <= 1 || random_bits() >> 20 & 1) {
+    last->next = block.first_ready;
+    block.first_ready = first;
   } else {
-    for (size_t i = threads.size(); i > 1; --i) std::swap(threads[i - 1], threads[random_bits() % i]);
+    block.last_ready->next = first;
+    block.last_ready = last;
   }
 }
 
-void wake(std::vector<Thread *> threads) {
-  arrange(threads);
-  for (Thread *t : threads) t->waits_at = nullptr;
-  bool first = order_ <= 1 || random_bits() & 1;
-  block.ready.insert(first ? block.ready.begin() : block.ready.end(), threads.begin(), threads.end());
+Thread *take_ready() {
+  Thread *t = block.first_ready;
+  if (t) block.first_ready = t->next;
+  return t;
 }
 
 std::string names(const std::vector<const Thread *> &threads) {
@@ -82,11 +101,10 @@ static std::string text(Site site) {
 }
 
 static void run_next() {
-  if (block.ready.empty()) report_deadlock();
-  Thread *from = current;
-  current = block.ready.front();
-  block.ready.pop_front();
-  if (current == from) return;
+  Thread *from = current, *to = take_ready();
+  if (!to) report_deadlock();
+  if (to == from) return;
+  current = to;
   threadIdx = current->index;
   switch_fiber(from->fiber, current->fiber);
 }
@@ -98,7 +116,10 @@ void wait(const char *what, Site site) {
 }
 
 void yield() {
-  block.ready.push_back(current);
+  current->next = nullptr;
+  if (block.first_ready) block.last_ready->next = current;
+  else block.first_ready = current;
+  block.last_ready = current;
   run_next();
 }
 
@@ -112,9 +133,11 @@ void start_block(unsigned long long order, void (*body)()) {
     unsigned char *stacks = map_stacks(block.size - old);
     for (size_t i = old; i < block.size; ++i) block.threads[i].fiber.stack = stacks + (i - old) * STACK_BYTES;
   }
-  block.ready.clear();
+  block.first_ready = nullptr;
   block.at_barrier.clear();
   block.warps.assign((block.size + 31) / 32, {});
+  block.present.assign((block.size + 31) / 32, ~0u);
+  if (block.size % 32) block.present.back() = (1u << block.size % 32) - 1;
   block.num_finished = 0;
   std::vector<Thread *> all;
   for (unsigned i = 0; i < block.size; ++i) {
@@ -127,7 +150,7 @@ void start_block(unsigned long long order, void (*body)()) {
     t.groups.clear();
     all.push_back(&t);
   }
-  wake(all);
+  wake(all.data(), all.size());
 }
 
 int lane() { return int(current->id & 31); }
@@ -148,6 +171,7 @@ void finish() {
     if (group.mask >> lane() & 1)
       fail("returns, but %s wait for it with mask %08x", names(lanes(group.arrived)).c_str(), group.mask);
   current->finished = true;
+  block.present[current->id / 32] &= ~(1u << lane());
   if (++block.num_finished == block.size) end_block();
   run_next();
 }
@@ -169,10 +193,10 @@ int block_barrier(Vote vote, int predicate, Site site) {
   here.push_back(current);
   if (here.size() == block.size) {
     for (Thread *t : here) t->vote = block.votes;
-    order_threads(here);
+    order_threads(here.data(), here.size());
     std::vector<Thread *> all;
     all.swap(here);
-    wake(all);
+    wake(all.data(), all.size());
   }
   wait("a barrier", site);
   return current->vote;
@@ -214,9 +238,7 @@ static void perform(Group &group) {
 
 void collective(Request &request) {
   unsigned mask = request.mask, self = 1u << lane(), first = current->id & ~31u;
-  unsigned present = block.size - first >= 32 ? ~0u : (1u << (block.size - first)) - 1;
-  for (unsigned i = 0; i < 32; ++i)
-    if (present >> i & 1 && block.threads[first + i].finished) present &= ~(1u << i);
+  unsigned present = block.present[first / 32];
   if (!(mask & self)) fail("warp collective at %s with mask %08x, which leaves it out", text(request.site).c_str(), mask);
   if (mask & ~present)
     fail("warp collective at %s with mask %08x, but lanes %08x do not exist or returned", text(request.site).c_str(), mask,
@@ -225,20 +247,23 @@ void collective(Request &request) {
   std::vector<Group> &groups = warp();
   auto group = std::find_if(groups.begin(), groups.end(), [=](const Group &g) { return g.mask == mask; });
   if (group == groups.end()) group = groups.insert(group, Group{mask, 0, {}});
-  for (int i = 0; i < 32; ++i)
-    if (group->arrived >> i & 1 && group->requests[i]->kind != request.kind)
-      fail("warp collective at %s, but %s of its mask %08x are at a different one at %s", text(request.site).c_str(),
-           names(lanes(group->arrived)).c_str(), mask, text(group->requests[i]->site).c_str());
+  if (group->arrived) {
+    const Request &other = *group->requests[__builtin_ctz(group->arrived)];
+    if (other.kind != request.kind)
+      fail("warp collective at %s, but %s of its mask %08x at a different one at %s", text(request.site).c_str(),
+           names(lanes(group->arrived)).c_str(), mask, text(other.site).c_str());
+  }
   group->arrived |= self;
   group->requests[lane()] = &request;
   if (group->arrived == mask) {
     perform(*group);
-    std::vector<Thread *> all;
+    Thread *all[32];
+    size_t count = 0;
     for (unsigned i = 0; i < 32; ++i)
-      if (mask >> i & 1) all.push_back(&block.threads[first + i]);
-    if (request.kind == Collective::SYNC) order_threads(all);
+      if (mask >> i & 1) all[count++] = &block.threads[first + i];
+    if (request.kind == Collective::SYNC) order_threads(all, count);
     groups.erase(group);
-    wake(all);
+    wake(all, count);
   }
   wait("a warp collective", request.site);
 }
