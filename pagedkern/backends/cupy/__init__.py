@@ -1,0 +1,86 @@
+"""The CuPy backend: hand-written CUDA C++, compiled at run time by NVRTC.
+
+`attention.cu` (with `tiles`, `mma`, `fma` and `softmax`), `merge.cu`, `write_kv.cu` and `copy_blocks.cu` are the
+kernels, `ptx.cuh` the instructions that C++ has no words for, `elements.cuh` the dtypes, `instance.cuh` the structs
+that launches hand over (in Python `instance`). `config` says what can be tuned and which instance a call needs,
+`launch` goes from tensors to launches, `launcher` and `compiler` to the machine. docs/cupy_backend.md tells more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from types import ModuleType
+from typing import ClassVar
+
+from pagedkern.backends.base import ITEMSIZE, AttentionCall, Config, CopyCall, Probe, Problem, WriteCall
+from pagedkern.backends.cupy import config as configuration
+from pagedkern.backends.cupy.config import CupyConfig
+from pagedkern.backends.cupy.instance import MAX_DIM
+from pagedkern.backends.cupy.launcher import launcher
+from pagedkern.errors import InvalidArgument
+
+__all__ = ["CupyBackend", "CupyConfig"]
+
+
+class CupyBackend:
+    """CUDA kernels for GPUs of compute capability 8.0 and more. Stateless; may be used from several threads."""
+
+    name: ClassVar[str] = "cupy"
+
+    def probe(self) -> Probe:
+        """Look for torch, a GPU and CuPy; loads torch, but not CuPy."""
+        return launcher().probe()
+
+    def supports(self, problem: Problem) -> str | None:
+        """Every dtype and block size; head_dim in steps of 8 up to 256."""
+        device = "cpu" if launcher().emulated else "cuda"
+        if problem.device != device:
+            return f"the tensors are on {problem.device!r}; this backend computes on {device!r}"
+        if problem.op == "copy_blocks":
+            return None
+        if problem.q_dtype not in ("float32", "float16", "bfloat16"):
+            return f"q is {problem.q_dtype}; this backend computes float32, float16 and bfloat16"
+        if problem.kv_dtype not in ITEMSIZE:
+            return f"the caches are {problem.kv_dtype}; this backend reads {', '.join(ITEMSIZE)}"
+        if problem.op == "attention":
+            for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+                if not 8 <= dim <= MAX_DIM or dim % 8:
+                    return f"{name} is {dim}; this backend computes multiples of 8 up to {MAX_DIM}"
+        return None
+
+    def configs(self, problem: Problem) -> Iterable[CupyConfig]:
+        """The default, and other spans, splits, pipelines and copies around it."""
+        return configuration.configs(problem)
+
+    def default_config(self, problem: Problem) -> CupyConfig:
+        """By dtype, head_dim and group: results then do not depend on the batch."""
+        return configuration.default_config(problem)
+
+    def make_config(self, fields_: Mapping[str, object]) -> CupyConfig:
+        """The config with these fields."""
+        accepted = [f.name for f in fields(CupyConfig)]
+        for name in fields_:
+            if name not in accepted:
+                raise InvalidArgument(f"config: got an unknown field {name!r}, accepted are {', '.join(accepted)}")
+        return CupyConfig(**fields_)  # type: ignore[arg-type]
+
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        """Compute section 4 into `call.out` and `call.lse`."""
+        if not isinstance(config, CupyConfig):
+            raise InvalidArgument(f"config: got {type(config).__name__}, accepted is CupyConfig")
+        _launch().attention(call, config)
+
+    def write_kv(self, call: WriteCall) -> None:
+        """Scatter K and V into their slots."""
+        _launch().write_kv(call)
+
+    def copy_blocks(self, call: CopyCall) -> None:
+        """Copy blocks in every cache."""
+        _launch().copy_blocks(call)
+
+
+def _launch() -> ModuleType:
+    from pagedkern.backends.cupy import launch  # imports torch: only when something is computed
+
+    return launch

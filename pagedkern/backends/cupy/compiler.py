@@ -1,0 +1,109 @@
+"""CUDA sources to device code by NVRTC, kept on disk.
+
+NVRTC needs no header but the ones beside this file and the ABI's, which are handed to it in memory: neither a toolkit
+nor a compiler has to be installed, only the NVRTC library that CuPy finds (a wheel or a toolkit).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pagedkern.abi
+
+log = logging.getLogger("pagedkern")
+FOLDER = Path(__file__).parent
+ABI_HEADER = Path(pagedkern.abi.__file__).parent / "pagedkern_abi.h"
+
+
+def compiled(file: str, macros: Mapping[str, str], capability: int) -> bytes:
+    """Device code of a source for a compute capability (90 is 9.0): from the disk, else compiled and kept there.
+
+    Raises `NVRTCError` with the compiler's messages.
+    """
+    nvrtc = _nvrtc()
+    options = options_for(macros, capability, tuple(nvrtc.getSupportedArchs()))
+    parts = [file, *options, str(nvrtc.getVersion()), *(text for _, text in headers()), source(file)]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    path = _folder() / f"{Path(file).stem}-{key[:32]}.bin"
+    code = _read(path)
+    if code is None:
+        code = build(file, options)
+        _write(path, code)
+    return code
+
+
+def options_for(macros: Mapping[str, str], capability: int, supported: tuple[int, ...]) -> tuple[str, ...]:
+    """Native code, or where the compiler is older than the GPU, PTX of the newest kind that both know."""
+    newest = max(arch for arch in supported if arch <= capability)
+    kind = "sm" if newest == capability else "compute"
+    defines = (f"-D{name}={value}" for name, value in macros.items())
+    return (f"--gpu-architecture={kind}_{newest}", "--std=c++17", *defines)
+
+
+def build(file: str, options: tuple[str, ...], ptx: bool = False) -> bytes:
+    """Compile now. Returns a cubin, or PTX if asked for or if the options name a virtual architecture."""
+    nvrtc = _nvrtc()
+    names, texts = zip(*headers(), strict=True)
+    program = nvrtc.createProgram(source(file), file, [t.encode() for t in texts], [n.encode() for n in names])
+    try:
+        nvrtc.compileProgram(program, options)
+        if messages := nvrtc.getProgramLog(program).strip("\0\n "):
+            log.warning("pagedkern: %s: %s", file, messages)
+        virtual = ptx or options[0].partition("=")[2].startswith("compute")
+        code = nvrtc.getPTX(program) if virtual else nvrtc.getCUBIN(program)
+        return code if isinstance(code, bytes) else code.encode()
+    except nvrtc.NVRTCError as error:
+        raise type(error)(error.status, f"{file}: {nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@cache
+def source(file: str) -> str:
+    return (FOLDER / file).read_text()
+
+
+@cache
+def headers() -> tuple[tuple[str, str], ...]:
+    """Name and text of every header that a source may include."""
+    return tuple((path.name, path.read_text()) for path in (*sorted(FOLDER.glob("*.cuh")), ABI_HEADER))
+
+
+def _nvrtc() -> Any:
+    from cupy_backends.cuda.libs import nvrtc
+
+    return nvrtc
+
+
+def _folder() -> Path:
+    base = os.environ.get("PAGEDKERN_CACHE_DIR")
+    if base is None:
+        base = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pagedkern")
+    return Path(base) / "cupy"
+
+
+def _read(path: Path) -> bytes | None:
+    """What `_write` has written there, whole; anything else is a miss."""
+    try:
+        digest, code = (content := path.read_bytes())[:32], content[32:]
+    except OSError:
+        return None
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Keep code for the next process, in one step; that it cannot be kept is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(file.name, path)
+    except OSError as error:
+        log.warning("pagedkern: compiled kernels cannot be kept on disk (%s)", error)
