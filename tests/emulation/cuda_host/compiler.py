@@ -25,9 +25,10 @@ have loaded (LD_PRELOAD)."""
 
 COMMON = "-std=c++17 -fPIC -shared -ffp-contract=off -fno-strict-aliasing -fno-exceptions -U_FORTIFY_SOURCE".split()
 KERNEL = "-O1 -w -fvisibility=hidden -fno-gnu-unique -fno-stack-protector".split()
+CHECKS = "thread,alignment,bounds,signed-integer-overflow,shift"  # what they call is in runtime/checks.cpp
 MODES: Mapping[Mode, tuple[list[str], list[str]]] = {  # of kernels, of the runtime
     "plain": ([], ["-O2"]),
-    "checked": (["-g1", "-fsanitize=thread", "-nodefaultlibs", "-lm", "-lc"], ["-O2", "-DPAGEDKERN_CHECKED"]),
+    "checked": (["-g1", f"-fsanitize={CHECKS}", "-nodefaultlibs", "-lm", "-lc"], ["-O2", "-DPAGEDKERN_CHECKED"]),
     "address": (["-g1", "-fsanitize=address"], ["-O1", "-g1", "-fsanitize=address"]),
 }
 
@@ -156,4 +157,6 @@ def _load(path: Path, names: Sequence[str], runtime: Path) -> dict[str, Kernel]:
     run = ctypes.CDLL(str(runtime))
     run.pagedkern_host_launch.restype = ctypes.c_char_p
     entries = [getattr(library, f"pagedkern_entry_{i}") for i in range(len(names))]
-    return {name: Kernel(path, entry, library.pagedkern_shared, run) for name, entry in zip(names, entries, strict=True)}
+    return {
+        name: Kernel(path, entry, library.pagedkern_shared, run) for name, entry in zip(names, entries, strict=True)
+    }

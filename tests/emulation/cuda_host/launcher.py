@@ -39,6 +39,7 @@ class HostLauncher:
     """Takes tensors of the device "cpu" and looks like a GPU of compute capability 9.0."""
 
     emulated = True
+    generic = True
 
     def probe(self) -> Probe:
         if compiler() is None:

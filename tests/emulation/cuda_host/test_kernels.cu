@@ -25,7 +25,7 @@ PLAIN reverse(const int *x, int *y, int faults) {
     if (!(faults & 2) || round == 0) __syncthreads();
     tile[i] = x[i] + round;
     if (!(faults & 1)) __syncthreads();
-    y[i] = tile[127 - i];
+    y[i] += tile[127 - i];
   }
   int lane = i % 32;
   __syncthreads();
@@ -71,7 +71,7 @@ PLAIN shared_atomics(int *out) {
 }
 
 /* Doubles n tiles of 32 uint4, three in flight. faults: 1 no wait, 2 waits for one tile too few, 4 no barrier after the
- * wait (lanes read their neighbour's copy), 8 leaves without waiting, 16 no barrier before the buffer is used again. */
+ * wait (lanes read their neighbour's copy), 8 leaves with a copy on its way, 16 no barrier before the buffer is used again. */
 PLAIN pipeline(const uint4 *x, uint4 *y, int n, int faults) {
   uint4 *tiles = reinterpret_cast<uint4 *>(pagedkern_host::dynamic_shared()); /* [3][32] */
   int lane = threadIdx.x, other = lane ^ 1;
@@ -90,7 +90,8 @@ PLAIN pipeline(const uint4 *x, uint4 *y, int n, int faults) {
     else fetch(i + 2);
     if (!(faults & 16)) __syncwarp();
   }
-  if (!(faults & 8)) pagedkern_host::cp_async_wait_all();
+  if (faults & 8) pagedkern_host::cp_async(tiles + lane, x, 16, 16);
+  else pagedkern_host::cp_async_wait_all();
 }
 
 /* The same by bulk copies of 512 bytes, thread 0 in charge, 64 threads. faults: 1 no wait, 2 wrong parity, 4 too few
@@ -204,7 +205,14 @@ PLAIN wrong(int *x, int fault) {
   case 14: *(volatile int *)8 = 0; break;
   case 15: assert(i < 50); break;
   case 16: pagedkern_host::named_barrier_sync(1, 96); break;
-  case 17: pagedkern_host::cp_async((char *)dynamic + 4 + 16 * i, x, 16, 16); break;
+  case 17: pagedkern_host::cp_async((char *)dynamic + 4 + i, x, 16, 16); break;
+  case 20: x[0] = 0x7fffffff + (x[i] + i) % 2; break;
+  case 21: {
+    int local[4] = {i, x[0], x[1], x[2]};
+    x[i] = local[i % 5];
+    break;
+  }
+  case 22: x[i] = 1 << (x[i] + i); break;
   case 18: pagedkern_host::cp_async(x, x, 16, 16); break;
   case 19: {
     unsigned r[4];
@@ -237,4 +245,12 @@ PLAIN deep(int *x) {
     }
   };
   x[0] = Down::walk(x, x[0]);
+}
+
+template <typename T>
+__global__ void scoped(T *x) {
+  __shared__ T tile[32];
+  tile[threadIdx.x] = T(blockIdx.x * 32 + threadIdx.x);
+  __syncthreads();
+  x[blockIdx.x * 32 + threadIdx.x] = tile[(threadIdx.x + 31) % 32];
 }

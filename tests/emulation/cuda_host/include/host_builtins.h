@@ -14,8 +14,9 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __restrict__ __restrict
 
-/* One copy for the block that runs: thread-local storage of the host thread, whose extent the runtime can look up. */
-#define __shared__ static thread_local
+/* One copy for the block that runs: thread-local storage of the host thread, whose extent the runtime can look up.
+ * `used` keeps the compiler from taking for zero what nobody writes. */
+#define __shared__ static thread_local __attribute__((used))
 
 #define PAGEDKERN_VECTORS_(type, name, a1, a2, a3, a4)                                                           \
   struct alignas(a1) name##1 { type x; };                                                                        \

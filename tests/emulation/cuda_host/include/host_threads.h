@@ -3,12 +3,12 @@
 
 namespace pagedkern_host {
 
-/* Where in the source a call stands: the default argument is evaluated by the caller. */
+/* Where in the source a call stands: `here()` as a default argument is evaluated at the call. */
 struct Site {
   const char *file;
   int line;
+  static constexpr Site here(const char *file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
 };
-#define PAGEDKERN_HERE_ pagedkern_host::Site{__builtin_FILE(), __builtin_LINE()}
 
 enum class Vote { NONE, OR, AND, COUNT };
 int block_barrier(Vote vote, int predicate, Site site); /* blocks until every thread of the block is here */
@@ -42,20 +42,20 @@ inline T shuffle(Collective kind, unsigned mask, T value, int argument, int widt
 
 } // namespace pagedkern_host
 
-inline void __syncthreads(pagedkern_host::Site site = PAGEDKERN_HERE_) {
+inline void __syncthreads(pagedkern_host::Site site = pagedkern_host::Site::here()) {
   pagedkern_host::block_barrier(pagedkern_host::Vote::NONE, 0, site);
 }
-inline int __syncthreads_or(int predicate, pagedkern_host::Site site = PAGEDKERN_HERE_) {
+inline int __syncthreads_or(int predicate, pagedkern_host::Site site = pagedkern_host::Site::here()) {
   return pagedkern_host::block_barrier(pagedkern_host::Vote::OR, predicate, site);
 }
-inline int __syncthreads_and(int predicate, pagedkern_host::Site site = PAGEDKERN_HERE_) {
+inline int __syncthreads_and(int predicate, pagedkern_host::Site site = pagedkern_host::Site::here()) {
   return pagedkern_host::block_barrier(pagedkern_host::Vote::AND, predicate, site);
 }
-inline int __syncthreads_count(int predicate, pagedkern_host::Site site = PAGEDKERN_HERE_) {
+inline int __syncthreads_count(int predicate, pagedkern_host::Site site = pagedkern_host::Site::here()) {
   return pagedkern_host::block_barrier(pagedkern_host::Vote::COUNT, predicate, site);
 }
 
-inline void __syncwarp(unsigned mask = 0xffffffffu, pagedkern_host::Site site = PAGEDKERN_HERE_) {
+inline void __syncwarp(unsigned mask = 0xffffffffu, pagedkern_host::Site site = pagedkern_host::Site::here()) {
   pagedkern_host::Request request{pagedkern_host::Collective::SYNC, mask, site};
   pagedkern_host::collective(request);
 }
@@ -63,7 +63,7 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, pagedkern_host::Site site = 
 #define PAGEDKERN_SHUFFLE_(name, kind, argument_type)                                               \
   template <typename T>                                                                             \
   inline T name(unsigned mask, T value, argument_type argument, int width = 32,                     \
-                pagedkern_host::Site site = PAGEDKERN_HERE_) {                                      \
+                pagedkern_host::Site site = pagedkern_host::Site::here()) {                                      \
     return pagedkern_host::shuffle(pagedkern_host::Collective::kind, mask, value, int(argument), width, site); \
   }
 PAGEDKERN_SHUFFLE_(__shfl_sync, SHUFFLE, int)
@@ -72,20 +72,20 @@ PAGEDKERN_SHUFFLE_(__shfl_down_sync, SHUFFLE_DOWN, unsigned)
 PAGEDKERN_SHUFFLE_(__shfl_xor_sync, SHUFFLE_XOR, int)
 #undef PAGEDKERN_SHUFFLE_
 
-inline unsigned __ballot_sync(unsigned mask, int predicate, pagedkern_host::Site site = PAGEDKERN_HERE_) {
+inline unsigned __ballot_sync(unsigned mask, int predicate, pagedkern_host::Site site = pagedkern_host::Site::here()) {
   unsigned result = 0;
   pagedkern_host::Request request{pagedkern_host::Collective::BALLOT, mask, site, &predicate, &result, 4};
   pagedkern_host::collective(request);
   return result;
 }
-inline int __any_sync(unsigned mask, int predicate, pagedkern_host::Site site = PAGEDKERN_HERE_) {
+inline int __any_sync(unsigned mask, int predicate, pagedkern_host::Site site = pagedkern_host::Site::here()) {
   return __ballot_sync(mask, predicate, site) != 0;
 }
-inline int __all_sync(unsigned mask, int predicate, pagedkern_host::Site site = PAGEDKERN_HERE_) {
+inline int __all_sync(unsigned mask, int predicate, pagedkern_host::Site site = pagedkern_host::Site::here()) {
   return __ballot_sync(mask, predicate, site) == mask;
 }
 template <typename T>
-inline unsigned __match_any_sync(unsigned mask, T value, pagedkern_host::Site site = PAGEDKERN_HERE_) {
+inline unsigned __match_any_sync(unsigned mask, T value, pagedkern_host::Site site = pagedkern_host::Site::here()) {
   unsigned result = 0;
   pagedkern_host::Request request{pagedkern_host::Collective::MATCH, mask, site, &value, &result, int(sizeof(T))};
   pagedkern_host::collective(request);
@@ -95,7 +95,7 @@ inline unsigned __match_any_sync(unsigned mask, T value, pagedkern_host::Site si
 inline unsigned __activemask() { return 1u << pagedkern_host::lane(); }
 
 #define PAGEDKERN_REDUCE_(name, type, expression)                                            \
-  inline type name(unsigned mask, type value, pagedkern_host::Site site = PAGEDKERN_HERE_) { \
+  inline type name(unsigned mask, type value, pagedkern_host::Site site = pagedkern_host::Site::here()) { \
     bool first = true;                                                                       \
     type a = value;                                                                          \
     for (int lane = 0; lane < 32; ++lane)                                                    \

@@ -5,7 +5,8 @@
  * no barrier between them. Each thread has a clock; thread t knows what u did up to clocks[t][u]. A byte remembers its
  * last writer and two of its readers (the first and the last since that write), which finds every race with a writer, and
  * a race with a reader unless both of those are ordered and a third is not.
- * Global memory: accesses outside the arrays of the launch. Everywhere: addresses not aligned to the access. */
+ * Global memory: accesses outside the arrays of the launch.
+ * What g++ -fsanitize=alignment,bounds,signed-integer-overflow,shift finds is reported likewise. */
 #include "block.h"
 
 #include <algorithm>
@@ -206,19 +207,13 @@ void acquire(const Clock &clock) {
   for (unsigned u = 0; u < clock.size(); ++u) mine[u] = std::max(mine[u], clock[u]);
 }
 
-static void access(const void *p, size_t size, Access access, const void *pc) {
-  if (!current) return;
-  if (uintptr_t(p) % size)
-    fail("%s %zu bytes at %p%s, an address not aligned to that", access == Access::READ ? "reads" : "writes", size, p,
-         at(pc).c_str());
-  touch(p, size, access, pc);
-}
-
-#define PAGEDKERN_HOOKS_(size)                                                                             \
-  extern "C" void __tsan_read##size(void *p) { access(p, size, Access::READ, __builtin_return_address(0)); } \
-  extern "C" void __tsan_write##size(void *p) { access(p, size, Access::WRITE, __builtin_return_address(0)); } \
-  extern "C" void __tsan_unaligned_read##size(void *p) { touch(p, size, Access::READ, __builtin_return_address(0)); } \
-  extern "C" void __tsan_unaligned_write##size(void *p) { touch(p, size, Access::WRITE, __builtin_return_address(0)); }
+#define PAGEDKERN_HOOK_(name, size, access) \
+  extern "C" void __tsan_##name##size(void *p) { touch(p, size, access, __builtin_return_address(0)); }
+#define PAGEDKERN_HOOKS_(size)                         \
+  PAGEDKERN_HOOK_(read, size, Access::READ)            \
+  PAGEDKERN_HOOK_(write, size, Access::WRITE)          \
+  PAGEDKERN_HOOK_(unaligned_read, size, Access::READ)  \
+  PAGEDKERN_HOOK_(unaligned_write, size, Access::WRITE)
 PAGEDKERN_HOOKS_(1)
 PAGEDKERN_HOOKS_(2)
 PAGEDKERN_HOOKS_(4)
@@ -229,7 +224,24 @@ extern "C" void __tsan_write_range(void *p, size_t size) { touch(p, size, Access
 extern "C" void __tsan_func_entry(void *) {}
 extern "C" void __tsan_func_exit() {}
 extern "C" void __tsan_init() {}
-extern "C" void __tsan_vptr_update(void **, void *) {}
+
+/* Each gets a record that begins with a place in the source. */
+struct Place {
+  const char *file;
+  unsigned line, column;
+};
+#define PAGEDKERN_UNDEFINED_(name, what)                                            \
+  extern "C" void __ubsan_handle_##name(const Place *place, ...) {                  \
+    const char *slash = strrchr(place->file, '/');                                  \
+    fail(what " at %s:%u", slash ? slash + 1 : place->file, place->line);           \
+  }
+PAGEDKERN_UNDEFINED_(type_mismatch_v1, "accesses an address that is not aligned to its type")
+PAGEDKERN_UNDEFINED_(out_of_bounds, "indexes an array out of its bounds")
+PAGEDKERN_UNDEFINED_(add_overflow, "overflows a signed integer by addition")
+PAGEDKERN_UNDEFINED_(sub_overflow, "overflows a signed integer by subtraction")
+PAGEDKERN_UNDEFINED_(mul_overflow, "overflows a signed integer by multiplication")
+PAGEDKERN_UNDEFINED_(negate_overflow, "overflows a signed integer by negation")
+PAGEDKERN_UNDEFINED_(shift_out_of_bounds, "shifts by too many bits, or a negative number,")
 
 #endif
 
