@@ -1,0 +1,269 @@
+"""Output tokens per second of a workload at each block size, from rates that were measured. `docs/objective.md` has a
+worked example; `tests/autotune/simulation.py` plays the same out with the real scheduler and allocator.
+
+A larger block wastes more of the memory and shares less of a prefix, a smaller one may be slower to read. The three
+terms are computed apart. With block size b, memory for B blocks, and requests of prompt p, output o, n samples:
+
+1. **Concurrency.** A sequence that holds l tokens takes `ceil(l / b)` blocks, and a request on average over its steps
+   `u` blocks that nobody else has; then `G` requests fit, `G * u + shared(G) = B - idle`. The full blocks of a prompt
+   are shared by its samples, and whole blocks of a shared beginning by the requests of a family. Idle are the watermark
+   and what waits to be enough for the next prompt: it is the long ones that wait, and the room grows from nothing to
+   theirs, `mean(p^2) / (2 mean(p))` blocks on average.
+2. **Step time.** `T = weights + n D tokens + layers * attention(n D mean context)`, linear as in `Rates`. D of the G
+   requests decode: the first token of each comes with its prompt.
+3. **Cost of a request.** Its prompt is computed but for what is cached, `b * floor(s / b)` of a shared beginning s at
+   the most; forks copy the block they part in; sometimes a request is swapped out and in, in whole blocks: if those
+   that run grow by more than the room that is left until the next one ends.
+
+A request stays for o steps, so in a step `G / o` requests end and as many begin, and each resident gives n tokens:
+
+    tokens per second = n G / (T + G / o * cost)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import exp
+
+from pagedkern.autotune.rates import Rates, causal_pairs
+from pagedkern.autotune.workloads import Model, Request, Traffic
+
+DRAWN = 1000  # requests that stand for a workload
+SEED = 1
+WATERMARK = 0.01  # share of the blocks that an engine keeps free when it admits: the scheduler's advice
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one block size comes to, its three terms apart."""
+
+    block_size: int
+    num_blocks: int  # that the memory holds
+    blocks: float  # that a request alone holds, mean over its steps
+    concurrency: float  # sequences in memory, n for each request
+    step_seconds: float  # of a step that only decodes
+    attention_seconds: float  # of that
+    request_seconds: float  # prompt, copies and swaps of one request
+    prefill_seconds: float  # of that
+    copy_seconds: float
+    swap_seconds: float
+    cached_tokens: float  # of a prompt, on average, that are not computed
+    waste: float  # share of the slots held that hold no token
+    tokens_per_second: float
+
+    @property
+    def seconds_per_token(self) -> float:
+        return 1 / self.tokens_per_second
+
+
+def score(
+    traffic: Traffic, model: Model, rates: Rates, memory: int, block_sizes: Iterable[int] = (), seed: int = SEED
+) -> list[Score]:
+    """The scores of block sizes for which there are rates, all of them by default, for a cache of `memory` bytes.
+
+    A block size at which the longest request does not fit is left out.
+    """
+    requests = traffic.draw(DRAWN, seed)
+    found = []
+    for block_size in block_sizes or sorted(rates.speeds):
+        num_blocks = memory // (block_size * model.token_bytes)
+        if num_blocks >= _most_blocks(traffic, requests, block_size):
+            found.append(_score(traffic, model, rates, num_blocks, block_size, requests))
+    return found
+
+
+def best(scores: Sequence[Score]) -> Score | None:
+    """The score with the most tokens per second; of equals the smallest block."""
+    return max(scores, key=lambda s: (s.tokens_per_second, -s.block_size), default=None)
+
+
+def _score(traffic: Traffic, model: Model, rates: Rates, num_blocks: int, b: int, requests: Sequence[Request]) -> Score:
+    n, count = traffic.samples, len(requests)
+    output = sum(r.output for r in requests) / count
+    held = _Held(traffic, requests, b)
+    residents, blocks = held.residents(num_blocks)
+    decoding = residents * (1 - 1 / output)
+    context = sum(_sum_reads(model, r) for r in requests) / (count * output)
+    attention = rates.attention_seconds(model, b, n * decoding * context)
+    step = rates.weights_seconds(model) + n * decoding * rates.token_seconds(model) + attention
+    cached = [held.cached(r, residents) for r in requests]
+    prefill = 0.0
+    for r, hit in zip(requests, cached, strict=True):
+        prefill += (r.prompt - hit) * rates.token_seconds(model)
+        prefill += rates.prefill_seconds(model, b, causal_pairs(int(hit), r.prompt))
+    prefill /= count
+    copy = sum(_copies(traffic, r, b) for r in requests) / count * rates.copy_seconds(model, b)
+    swap = held.swapped_blocks(num_blocks) * rates.swap_seconds(model, b)
+    cost = prefill + copy + swap
+    return Score(
+        block_size=b, num_blocks=num_blocks, blocks=blocks, concurrency=n * residents, step_seconds=step,
+        attention_seconds=attention, request_seconds=cost, prefill_seconds=prefill, copy_seconds=copy,
+        swap_seconds=swap, cached_tokens=sum(cached) / count, waste=held.waste,
+        tokens_per_second=n * residents / (step + residents / output * cost),
+    )  # fmt: skip
+
+
+class _Held:
+    """Blocks that requests of a workload hold at one block size, means over steps: long outputs count for more."""
+
+    def __init__(self, traffic: Traffic, requests: Sequence[Request], b: int) -> None:
+        self._traffic, self._b = traffic, b
+        n, count = traffic.samples, len(requests)
+        self._steps = sum(r.output for r in requests)
+        private = _beam_blocks(traffic, b) if traffic.beam else _sample_blocks(n, b)
+        self._blocks = sum(private(r) for r in requests) / self._steps
+        tokens = sum(_sum_tokens(traffic, r) for r in requests) / self._steps
+        self.waste = 1 - min(1.0, tokens / (b * self._blocks))
+        prompts = [-(-r.prompt // b) for r in requests]
+        self._idle = sum(p * p for p in prompts) / (2 * sum(prompts))
+        self._growth = n * self._steps / count / b
+        self._newcomer = sum(r.prompt // b + n * (1 if r.prompt % b or n > 1 else 0) for r in requests) / count
+        by_length = sorted((r.shared // b, r.output) for r in requests if r.shared >= b)
+        self._beyond: list[tuple[int, int, float]] = []  # first, last, share: of shared blocks first .. last-1
+        left, start = float(sum(o for _, o in by_length)), 0
+        for end, weight in by_length:
+            if end > start:
+                self._beyond.append((start, end, left / self._steps))
+                start = end
+            left -= weight
+
+    def residents(self, num_blocks: int) -> tuple[float, float]:
+        """Requests that fit, and blocks that each adds: the root of G * u + shared(G) = room, by bisection."""
+        room = num_blocks * (1 - WATERMARK) - self._idle
+        low, high = 0.0, self._traffic.concurrency / self._traffic.samples
+        for _ in range(60 if self._total(high) > room else 0):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._total(middle) <= room else (low, middle)
+        return high, self._total(high) / high
+
+    def swapped_blocks(self, num_blocks: int) -> float:
+        """Blocks that are swapped out and in again for each request that ends.
+
+        Until the next one ends, the others grow by `growth` blocks on average, exponentially distributed; there are the
+        watermark and a room that is anything from none to that of a prompt. If it is not enough, who came last goes.
+        """
+        if self._traffic.beam:  # a block a beam is kept in reserve
+            return 0.0
+        growth, room = self._growth, 2 * self._idle
+        short = exp(-WATERMARK * num_blocks / growth) * growth / room * (1 - exp(-room / growth))
+        return short * self._newcomer
+
+    def cached(self, request: Request, residents: float) -> float:
+        """Tokens of the beginning of a prompt that are in the cache when it comes, at most all but one.
+
+        Block j of a family is there if another resident of the family reaches so far. Residents of a family are
+        Poisson: `G / families` of them on average, of which a share reaches block j.
+        """
+        per_family = residents / self._traffic.families
+        last = request.shared // self._b
+        hit = sum(
+            (min(end, last) - start) * (1 - exp(-per_family * share))
+            for start, end, share in self._beyond
+            if start < last
+        )
+        return min(hit * self._b, request.prompt - 1)
+
+    def _total(self, residents: float) -> float:
+        families = self._traffic.families
+        shared = sum((end - start) * share for start, end, share in self._beyond)  # in each request's own count
+        union = sum((end - start) * (1 - exp(-residents / families * share)) for start, end, share in self._beyond)
+        return residents * (self._blocks - shared) + families * union
+
+
+def _sample_blocks(n: int, b: int) -> Callable[[Request], float]:
+    """Blocks of n independent samples, summed over the steps of their output."""
+
+    def blocks(r: Request) -> float:
+        whole = r.prompt // b if n > 1 else 0  # shared by the samples
+        held = _sum_blocks(r.prompt + r.output - 1, b) - _sum_blocks(r.prompt - 1, b)
+        return n * held - (n - 1) * whole * r.output
+
+    return blocks
+
+
+def _beam_blocks(traffic: Traffic, b: int) -> Callable[[Request], float]:
+    """Blocks of a beam search, summed over steps: one line of blocks, the last one of each beam, and in between as
+    many copies of a block as the beams of now had ancestors when it was filled. A block a beam is kept in reserve."""
+    n = traffic.samples
+    lineages = _lineages(n, round(n * (1 - traffic.survival)))
+
+    @cache
+    def excess(filled: int) -> float:
+        """Copies beyond the one line when a step has just ended in forks: of the last block, which has `filled` tokens
+        and is copied when the forks write to it, and of those before."""
+        return sum(lineages(age) - 1 for age in (1, *range(filled + 1, filled + 64 * b, b)))
+
+    mean_excess = sum(excess(filled) for filled in range(1, b + 1)) / b
+
+    def blocks(r: Request) -> float:
+        held = _sum_blocks(r.prompt + r.output - 1, b) - _sum_blocks(r.prompt - 1, b)
+        return held + r.output * (min(mean_excess, (n - 1) * (1 + r.output / b)) + n)
+
+    return blocks
+
+
+@cache
+def _lineages(width: int, forked: int) -> Callable[[int], float]:
+    """How many ancestors the beams of now had so many steps ago, on average.
+
+    In a step, `forked` of the beams are put in the place of others, each with a parent among those that stay; two
+    lines meet if one of the two was forked from the other's parent.
+    """
+    alive = width - forked
+    meet = 1.0 - _distinct_parents(width, alive) if alive < width else 0.0
+    chances = [0.0] * (width + 1)
+    chances[width] = 1.0
+    means = [float(width)]
+    for _ in range(4096):
+        for k in range(2, width + 1):
+            rate = min(1.0, meet * k * (k - 1) / 2)
+            chances[k - 1] += chances[k] * rate
+            chances[k] *= 1 - rate
+        means.append(sum(k * p for k, p in enumerate(chances)))
+        if means[-1] < 1.0001:
+            break
+    return lambda age: means[age] if age < len(means) else (1.0 if meet else float(width))
+
+
+def _distinct_parents(width: int, alive: int) -> float:
+    """The chance that two beams drawn of `width` have different parents, `alive` keeping their own."""
+    pairs = width * (width - 1) / 2
+    forked = width - alive
+    same = forked / alive * alive  # each forked beam and the survivor that it comes from
+    same += forked * (forked - 1) / 2 / alive  # two forked from the same
+    return 1 - same / pairs
+
+
+def _copies(traffic: Traffic, r: Request, b: int) -> float:
+    """Blocks copied for one request: forks write into a block that is begun and shared."""
+    n = traffic.samples
+    if not traffic.beam:
+        return n - 1 if r.prompt % b else 0
+    return (r.output - 1) * round(n * (1 - traffic.survival)) * (1 - 1 / b) + n - 1
+
+
+def _sum_tokens(traffic: Traffic, r: Request) -> float:
+    """Tokens that a request holds, summed over its steps; what its samples share counted once."""
+    own = r.output * (r.output - 1) / 2
+    return (1 if traffic.beam else traffic.samples) * own + r.output * r.prompt
+
+
+def _sum_reads(model: Model, r: Request) -> float:
+    """Tokens that one sequence of the request reads, summed over its steps."""
+    if model.sliding_window is None or r.prompt + r.output <= model.sliding_window:
+        return r.output * (r.prompt + (r.output - 1) / 2)
+    return sum(model.read_tokens(length) for length in range(r.prompt, r.prompt + r.output))
+
+
+def _sum_blocks(tokens: int, b: int) -> int:
+    """ceil(1/b) + ceil(2/b) + ... + ceil(tokens/b)."""
+    full, rest = divmod(tokens, b)
+    return b * full * (full + 1) // 2 + rest * (full + 1)
+
+
+def _most_blocks(traffic: Traffic, requests: Sequence[Request], b: int) -> int:
+    """Blocks of the largest request alone."""
+    n = traffic.samples
+    return max(r.prompt // b + n * (-(-(r.prompt + r.output) // b) - r.prompt // b) for r in requests)
