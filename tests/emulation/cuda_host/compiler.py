@@ -20,11 +20,12 @@ INCLUDE = HERE / "include"
 RUNTIME = HERE / "runtime"
 
 Mode = Literal["plain", "checked", "address"]
-"""plain: fast. checked: every access goes through runtime/checks.cpp. address: AddressSanitizer, which the process has to
-have loaded (LD_PRELOAD)."""
+"""plain: fast. checked: every access goes through runtime/checks.cpp. address: AddressSanitizer, which the process must
+have loaded first (LD_PRELOAD)."""
 
-COMMON = "-std=c++17 -fPIC -shared -ffp-contract=off -fno-strict-aliasing -fno-exceptions -U_FORTIFY_SOURCE".split()
-KERNEL = "-O1 -w -fvisibility=hidden -fno-gnu-unique -fno-stack-protector".split()
+COMMON = ["-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions"]
+COMMON += ["-U_FORTIFY_SOURCE"]  # it takes a jump out of a fiber for a mistake
+KERNEL = ["-O1", "-w", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-stack-protector"]
 CHECKS = "thread,alignment,bounds,signed-integer-overflow,shift"  # what they call is in runtime/checks.cpp
 MODES: Mapping[Mode, tuple[list[str], list[str]]] = {  # of kernels, of the runtime
     "plain": ([], ["-O2"]),

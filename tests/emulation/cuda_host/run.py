@@ -20,7 +20,7 @@ ORDERS = {"forward": 0, "backward": 1}
 
 @dataclass(frozen=True)
 class Settings:
-    """How kernels run. The first three come from PAGEDKERN_HOST_MODE, _ORDER and _POISON unless a test says otherwise."""
+    """How kernels run: as PAGEDKERN_HOST_MODE, _ORDER and _POISON say unless a test says otherwise."""
 
     mode: Mode = "plain"
     order: str = "vary"  # "forward", "backward", a number from 2 on as the seed of a random order; "vary": see `_order`
