@@ -1,0 +1,172 @@
+"""The parameters of the attention kernels: what may be tuned, the default by rule, and a space that compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from pagedkern.backends.base import ITEMSIZE, Config, Problem
+from pagedkern.errors import InvalidArgument
+
+BYTES_IN_FLIGHT = 32 * 1024  # of K and V in one tile of the split kernel
+SHARED_MEMORY = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+"""KiB of shared memory that a program may have, by compute capability; 99 where it is not listed (CUDA C++ Programming
+Guide, technical specifications per compute capability)."""
+
+
+def _power(low: int, high: int) -> tuple[int, ...]:
+    return tuple(2**i for i in range(low.bit_length() - 1, high.bit_length()))
+
+
+_ACCEPTED: dict[str, tuple[int, ...]] = {
+    "tile": _power(16, 256),
+    "span": _power(16, 2**20),
+    "num_splits": tuple(range(1, 257)),
+    "rows": _power(1, 128),
+    "warps": _power(1, 8),
+    "stages": tuple(range(1, 9)),
+    "split_queries": tuple(range(1, 65)),
+    "prefill_rows": _power(16, 256),
+    "prefill_tile": _power(16, 256),
+    "prefill_warps": _power(1, 16),
+    "prefill_stages": tuple(range(1, 9)),
+}
+
+
+@dataclass(frozen=True)
+class TritonConfig(Config):
+    """What pays to tune. Under one configuration the result of a sequence depends on that sequence alone."""
+
+    tile: int = 64  # keys read at a time where keys are split
+    span: int = 512  # keys that a split takes in one piece, a multiple of `tile`
+    num_splits: int = 32  # splits of a sequence's keys, at most
+    rows: int = 16  # query rows (tokens x heads of the group) of a program where keys are split
+    warps: int = 4
+    stages: int = 3  # tiles in flight, the one in use included
+    split_queries: int = 8  # sequences of more query tokens than this are left to the prefill kernel
+    prefill_rows: int = 128
+    prefill_tile: int = 64
+    prefill_warps: int = 8
+    prefill_stages: int = 2
+    allow_tf32: bool = False  # round float32 operands to 10 bits of mantissa for the tensor cores
+
+    def __post_init__(self) -> None:
+        for name, accepted in _ACCEPTED.items():
+            value = getattr(self, name)
+            if type(value) is not int or value not in accepted:
+                some = ", ".join(map(str, accepted)) if len(accepted) < 12 else f"{accepted[0]} .. {accepted[-1]}"
+                powers = ", a power of two" if len(accepted) >= 12 and accepted[2] != accepted[1] + 1 else ""
+                raise InvalidArgument(f"config.{name}: got {value!r}, accepted is {some}{powers}")
+        if self.span < self.tile:
+            raise InvalidArgument(f"config.span: got {self.span}, accepted is at least the tile, {self.tile}")
+        if type(self.allow_tf32) is not bool:
+            raise InvalidArgument(f"config.allow_tf32: got {self.allow_tf32!r}, accepted is True or False")
+
+
+def make_config(values: dict[str, object]) -> TritonConfig:
+    """The config with these fields; the others have their defaults of the class."""
+    accepted = [f.name for f in fields(TritonConfig)]
+    for name in values:
+        if name not in accepted:
+            raise InvalidArgument(f"config: got an unknown field {name!r}, accepted are {', '.join(accepted)}")
+    return TritonConfig(**values)  # type: ignore[arg-type]
+
+
+def operand(problem: Problem) -> str:
+    """The dtype of the products: q's where the cache converts to it exactly, else float32."""
+    exact = problem.kv_dtype == problem.q_dtype or ITEMSIZE[problem.kv_dtype] == 1
+    return problem.q_dtype if exact else "float32"
+
+
+def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfig:
+    """By head_dim, dtype, group and compute capability.
+
+    - `tile`: 32 KiB of K and V, from 16 to 128 keys; three tiles in flight where shared memory is 163 KiB or more, else
+      two: a multiprocessor of an H100 needs some 20 KiB in flight to be busy (bandwidth times latency).
+    - `span`: so long that the partial results of a span are 1/32 of its K and V or less, from 256 to 2048 keys.
+    - `rows`: the group, in a tile that the tensor cores take (16) where the operands have 16 bits; 64 at most.
+    - Prefill: 128 rows and 64 keys up to head_dim 128, half of both beyond; float32, which runs without tensor cores,
+      has 64 rows of 32 keys, and half of both beyond.
+    """
+    size, narrow = ITEMSIZE[problem.kv_dtype], operand(problem) != "float32"
+    dims = padded(problem.head_dim) + padded(problem.head_dim_v)
+    tile = min(128, max(16, BYTES_IN_FLIGHT // (dims * size)))
+    span = min(2048, max(256, tile, ceil_power(problem.group * 128 // size)))
+    rows = min(64, max(16 if narrow else 1, ceil_power(problem.group)))
+    large = dims > 256
+    prefill_rows, prefill_tile = (128, 64) if narrow else (64, 32)
+    return TritonConfig(
+        tile=tile,
+        span=span,
+        rows=rows,
+        stages=3 if SHARED_MEMORY.get(capability, 99) > 99 else 2,
+        prefill_rows=prefill_rows // (2 if large else 1),
+        prefill_tile=prefill_tile // (2 if large else 1),
+        prefill_warps=8 if narrow and not large else 4,
+    )
+
+
+def configs(problem: Problem, capability: tuple[int, int]) -> Iterator[TritonConfig]:
+    """The default and its neighbours, one or two fields away, as far as they fit into shared memory."""
+    base = default_config(problem, capability)
+    seen = set()
+    for changes in _decode_changes(base) if problem.max_seqlen_q <= base.split_queries else _prefill_changes(base):
+        try:
+            config = replace(base, **changes)
+        except InvalidArgument:
+            continue
+        if config not in seen and (config == base or _fits(config, problem, capability)):
+            seen.add(config)
+            yield config
+
+
+def _decode_changes(base: TritonConfig) -> Iterator[dict[str, int]]:
+    yield {}
+    for tile in (base.tile // 2, base.tile, base.tile * 2):
+        for stages in (2, 3, 4):
+            yield {"tile": tile, "stages": stages}
+    for warps in (2, 8):
+        yield {"warps": warps}
+        yield {"warps": warps, "tile": base.tile * warps // 4}
+    for splits in (8, 16, 64, 128):
+        yield {"num_splits": splits}
+    for span in (base.span // 2, base.span * 2, base.span * 4):
+        yield {"span": span}
+    yield {"rows": base.rows * 2}
+
+
+def _prefill_changes(base: TritonConfig) -> Iterator[dict[str, int]]:
+    yield {}
+    for rows in (base.prefill_rows // 2, base.prefill_rows):
+        for tile in (base.prefill_tile // 2, base.prefill_tile, base.prefill_tile * 2):
+            for warps in (4, 8):
+                for stages in (2, 3):
+                    change = {"prefill_rows": rows, "prefill_tile": tile}
+                    yield change | {"prefill_warps": warps, "prefill_stages": stages}
+
+
+def _fits(config: TritonConfig, problem: Problem, capability: tuple[int, int]) -> bool:
+    """Whether both kernels have enough shared memory and registers, by an estimate that errs on the safe side."""
+    size, wide = ITEMSIZE[problem.kv_dtype], ITEMSIZE[operand(problem)]
+    d, e = padded(problem.head_dim), padded(problem.head_dim_v)
+    for rows, tile, warps, stages in (
+        (config.rows, config.tile, config.warps, config.stages),
+        (config.prefill_rows, config.prefill_tile, config.prefill_warps, config.prefill_stages),
+    ):
+        in_flight = max(1, stages - 1) * tile * (d + e) * size
+        in_use = tile * max(d, e) * max(size, wide) + rows * (d + tile) * wide
+        if in_flight + in_use > SHARED_MEMORY.get(capability, 99) * 1024:
+            return False
+        if rows * (e + 2 * tile) > 128 * 32 * warps:  # accumulator, scores and weights, of 255 registers a thread
+            return False
+    return True
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a tile: the power of two that holds head_dim, at least the 16 of a tensor core."""
+    return max(16, ceil_power(head_dim))
+
+
+def ceil_power(x: int) -> int:
+    """The smallest power of two that is not below x."""
+    return 1 << max(0, x - 1).bit_length()
