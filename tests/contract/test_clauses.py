@@ -158,7 +158,9 @@ def test_threads_change_nothing(target: Target, name: str) -> None:
         want = target.attend(call)
         for number in (1, 2, 3, 5):
             with torch_threads(number):
-                out, lse = pagedkern.paged_attention(**call.args, return_lse=True, backend=target.name)
+                out, lse = pagedkern.paged_attention(
+                    **call.args, return_lse=True, backend=target.name, config=target.config
+                )
             assert_same(Result(out, lse), want, f"{number} threads")
 
     check()
@@ -183,7 +185,9 @@ def test_settings_of_torch_change_nothing(target: Target, name: str, setting: st
         call = build(SPECS[name], device=target.device)
         want = target.attend(call)
         with torch_settings(setting, value):
-            out, lse = pagedkern.paged_attention(**call.args, return_lse=True, backend=target.name)
+            out, lse = pagedkern.paged_attention(
+                **call.args, return_lse=True, backend=target.name, config=target.config
+            )
             merged = pagedkern.merge_states(out, lse, out, lse)
         assert_same(Result(out, lse), want, f"{setting} = {value}")
         assert merged[0].device == out.device
@@ -198,7 +202,9 @@ def test_autocast_changes_nothing(target: Target) -> None:
         call = build(SPECS["mixed_window"], device=target.device)
         want = target.attend(call)
         with torch.autocast(target.device, dtype=torch.bfloat16):
-            out, lse = pagedkern.paged_attention(**call.args, return_lse=True, backend=target.name)
+            out, lse = pagedkern.paged_attention(
+                **call.args, return_lse=True, backend=target.name, config=target.config
+            )
         assert_same(Result(out, lse), want, "under autocast")
 
     check()

@@ -191,7 +191,7 @@ def test_grad_modes(target: Target, mode: Any) -> None:
     want = target.attend(call)
     with mode():
         args: dict[str, Any] = {n: x.clone() if isinstance(x, Tensor) else x for n, x in call.args.items()}
-        out = pagedkern.paged_attention(**args, backend=target.name)
+        out = pagedkern.paged_attention(**args, backend=target.name, config=target.config)
     assert not out.requires_grad
     assert torch.equal(bits(out), bits(want.out))
 
@@ -225,7 +225,8 @@ def test_dlpack_exporters(target: Target) -> None:
     want = target.attend(call)
     foreign: dict[str, Any] = {n: Exporter(x) if isinstance(x, Tensor) else x for n, x in call.args.items()}
     out = torch.full_like(want.out, torch.nan)
-    got, lse = pagedkern.paged_attention(**foreign, out=Exporter(out), return_lse=True, backend=target.name)
+    options: dict[str, Any] = {"backend": target.name, "config": target.config}
+    got, lse = pagedkern.paged_attention(**foreign, out=Exporter(out), return_lse=True, **options)
     assert torch.equal(bits(out), bits(want.out))
     assert (type(got), type(lse)) == (Tensor, Tensor)
     assert got.data_ptr() == out.data_ptr()
@@ -258,7 +259,7 @@ def test_numpy_arrays(target: Target) -> None:
     want = target.attend(call)
     arrays: dict[str, Any] = {n: x.numpy() if isinstance(x, Tensor) else x for n, x in call.args.items()}
     out = np.full(want.out.shape, np.nan, dtype=np.float32)
-    got = pagedkern.paged_attention(**arrays, out=out, backend=target.name)
+    got = pagedkern.paged_attention(**arrays, out=out, backend=target.name, config=target.config)
     assert isinstance(got, Tensor)
     assert torch.equal(torch.from_numpy(out), want.out)
 
@@ -276,7 +277,8 @@ def test_cuda_array_interface(target: Target) -> None:
     call = built(target, Spec(seq_lens=(20, 5, 40), query_lens=(3, 9, 1)))
     want = target.attend(call)
     arrays: dict[str, Any] = {n: CudaArray(x) if isinstance(x, Tensor) else x for n, x in call.args.items()}
-    assert torch.equal(bits(pagedkern.paged_attention(**arrays, backend=target.name)), bits(want.out))
+    got = pagedkern.paged_attention(**arrays, backend=target.name, config=target.config)
+    assert torch.equal(bits(got), bits(want.out))
 
 
 def test_return_types(target: Target) -> None:
@@ -299,8 +301,8 @@ def test_explain(target: Target) -> None:
     assert choice.backend == target.name
     assert str(choice)
     assert choice.reason
-    want = target.attend(call)
-    assert torch.equal(target.attend(call, config=choice.config).out, want.out)
+    want = pagedkern.paged_attention(**call.args, backend=target.name)
+    assert torch.equal(target.attend(call, config=choice.config).out, want)
     auto = pagedkern.explain(**call.args)
     chosen = pagedkern.paged_attention(**call.args, backend=auto.backend, config=auto.config)
     assert torch.equal(pagedkern.paged_attention(**call.args), chosen)

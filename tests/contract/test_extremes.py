@@ -101,7 +101,7 @@ def check_beyond_32_bits(target: Target, dtype: str, layout: str = "NHD") -> Non
     huge = Call(
         spec, {**near.args, "k_cache": k_cache, "v_cache": v_cache, "block_table": table.to(target.device)}, [], []
     )
-    got = pagedkern.paged_attention(**huge.args, return_lse=True, backend=target.name)
+    got = pagedkern.paged_attention(**huge.args, return_lse=True, backend=target.name, config=target.config)
     assert_same(Result(*got), want, f"block ids up to {max(far)} of {list(k_cache.shape)} changed the result")
 
 
@@ -342,7 +342,8 @@ def test_several_threads_at_once(target: Target) -> None:
         want = [target.attend(call) for call in calls]
 
         def attend(call: Call) -> Result:
-            return Result(*pagedkern.paged_attention(**call.args, return_lse=True, backend=target.name))
+            options: dict[str, Any] = {"backend": target.name, "config": target.config}
+            return Result(*pagedkern.paged_attention(**call.args, return_lse=True, **options))
 
         with target.threads(), ThreadPoolExecutor(4) as pool:
             got = list(pool.map(attend, calls, timeout=120))
