@@ -1,0 +1,538 @@
+"""Numba's CUDA simulator, extended: what our kernels need of a GPU and the simulator lacks, and fast enough for tests.
+
+The simulator that Numba brings runs a kernel as plain Python, each CUDA thread in a thread of the operating system.
+This extension keeps the first and replaces the second: the threads of a block are fibers (greenlets) of one thread,
+switched at barriers only. It adds what is missing, with the meaning that the CUDA C++ Programming Guide gives it:
+
+- warps: `shfl_sync`, `shfl_up_sync`, `shfl_down_sync`, `shfl_xor_sync`, `ballot_sync`, `all_sync`, `any_sync`,
+  `eq_sync`, `syncwarp`, `activemask`, `laneid`;
+- pointers: a `CPointer` parameter of a kernel's signature takes a torch tensor, seen from its first element to the end
+  of its storage; reading or writing past that end raises IndexError;
+- functions that a kernel package declares by `@intrinsic` for instructions (`EMULATED`).
+
+It reports what a GPU answers with undefined behaviour: a barrier that some threads of the block pass and others do not
+(`DivergentBarrier`), a shuffle whose lanes are not all there, or that reads an absent lane, a vector access at an
+address that is not aligned. Shared and local memory begin as garbage, and an index behind their end raises IndexError.
+`options.order` runs the threads of a block, and the blocks of a grid, in another order: results must not change.
+
+Arithmetic: floats are Python's, in float64, and rounded to float32 where they are stored into a shared or global array. `options.single_precision` computes in NumPy's float32 scalars instead, as a GPU does, but three times
+slower; one fused multiply-add is two rounded operations there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import itertools
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType, FrameType, ModuleType
+from typing import Any, NamedTuple
+
+import greenlet
+import numpy as np
+import torch
+
+WARP = 32
+Place = tuple[CodeType, int]
+
+
+class DivergentBarrier(Exception):
+    """Threads that must meet at a barrier do not."""
+
+
+@dataclass
+class Options:
+    """How kernels are run."""
+
+    order: str = "forward"  # of threads and blocks: "forward", "backward", "random"
+    single_precision: bool = False
+
+    def arranged(self, things: Sequence[Any]) -> list[Any]:
+        chosen = list(things)
+        if self.order == "backward":
+            chosen.reverse()
+        elif self.order == "random":
+            random.Random(len(chosen)).shuffle(chosen)
+        return chosen
+
+
+options = Options()
+
+
+@contextmanager
+def running(**changes: Any) -> Iterator[None]:
+    """Set options for a while."""
+    before = dict(vars(options))
+    vars(options).update(changes)
+    try:
+        yield
+    finally:
+        vars(options).update(before)
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+
+FORMATS = {"float32": "f", "float64": "d", "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i",
+           "uint32": "I", "int64": "q", "uint64": "Q"}  # fmt: skip
+GARBAGE = b"\xfb\xfc\xfd\xff" * 4  # NaN as float32, far from anything as an integer
+
+
+def _array(memory: memoryview, dtype: Any) -> Any:
+    """Bytes as an array of a Numba type: a memoryview, whose elements are Python numbers, is the fastest there is."""
+    letter = dtype.simulated_format
+    if letter == "f" and options.single_precision:
+        return np.frombuffer(memory, dtype=np.float32)
+    return memory.cast(letter)
+
+
+@cache
+def _garbage(size: int, dtype: Any) -> bytes:
+    count = size * struct_size(dtype)
+    return (GARBAGE * (count // 16 + 1))[:count]
+
+
+@cache
+def _garbage_element(dtype: Any, single_precision: bool) -> Any:
+    return _new_array(1, dtype)[0]
+
+
+def _new_array(size: int, dtype: Any) -> Any:
+    return _array(memoryview(bytearray(_garbage(size, dtype))), dtype)
+
+
+def struct_size(dtype: Any) -> int:
+    """Bytes of one element of a Numba type."""
+    return int(dtype.bitwidth) // 8
+
+
+def _pointer(tensor: torch.Tensor | None, dtype: Any) -> Any:
+    """A tensor as a kernel's pointer sees it; index 0 is its first element. No tensor is a null pointer."""
+    if tensor is None:
+        return None
+    assert tensor.element_size() == struct_size(dtype) or str(dtype) == "uint8", f"{tensor.dtype} as {dtype}"
+    storage = tensor.untyped_storage()
+    start = tensor.storage_offset() * tensor.element_size()
+    count = (storage.nbytes() - start) // struct_size(dtype) * struct_size(dtype)
+    if count == 0:
+        return memoryview(b"").cast(dtype.simulated_format)
+    if tensor.data_ptr() % 16:
+        state.unaligned = True
+    memory = (ctypes.c_uint8 * count).from_address(tensor.data_ptr())
+    return _array(memoryview(memory).cast("B"), dtype)
+
+
+def _argument(value: Any, kind: Any) -> Any:
+    """What the kernel gets for an argument of the launch."""
+    name = type(kind).__name__
+    if name == "CPointer":
+        return _pointer(value, kind.dtype)
+    if name == "UniTuple":
+        return tuple(_argument(each, kind.dtype) for each in value)
+    return CASTS[str(kind)](value)
+
+
+def _float32(x: Any) -> Any:
+    return np.float32(x) if options.single_precision else float(x)
+
+
+def _integer(bits: int, signed: bool) -> Callable[[Any], int]:
+    least, mask = -(1 << bits - 1) if signed else 0, (1 << bits) - 1
+
+    def cast(x: Any) -> int:
+        return (int(x) - least & mask) + least  # wraps around
+
+    return cast
+
+
+CASTS: dict[str, Callable[[Any], Any]] = {"float32": _float32, "float64": float} | {
+    f"{prefix}int{bits}": _integer(bits, not prefix) for prefix in ("", "u") for bits in (8, 16, 32, 64)
+}
+"""What `float32(x)`, `int64(x)` do in a kernel."""
+
+
+# ---- Threads ---------------------------------------------------------------------------------------------------------
+
+
+class Index(NamedTuple):
+    x: int
+    y: int
+    z: int
+
+
+class Request(NamedTuple):
+    """Why a thread waits: for its block (`warp` is None) or for the lanes of `mask`, which exchange `value`."""
+
+    place: Place
+    operation: str
+    mask: int = 0
+    value: Any = None
+    operand: Any = None
+
+
+class Thread(greenlet.greenlet):
+    """A CUDA thread; the fiber is used again for the next block."""
+
+    def __init__(self, number: int, index: Index) -> None:
+        super().__init__(self._work)
+        self.number, self.index = number, index
+        self.warp, self.lane = divmod(number, WARP)
+        self.block: Block | None = None
+        self.request: Request | None = None
+
+    def _work(self, _: None = None) -> None:
+        while True:
+            assert self.block is not None
+            self.block.kernel(*self.block.args)
+            self.block = self.request = None
+            self.parent.switch()
+
+    def wait(self, request: Request) -> Any:
+        self.request = request
+        return self.parent.switch()
+
+
+@dataclass
+class Block:
+    """A block that is running."""
+
+    kernel: Callable[..., Any]
+    args: tuple[Any, ...]
+    index: Index
+    size: Index
+    grid: Index
+    shared: dict[Place, Any]
+
+    def run(self, threads: list[Thread]) -> None:
+        """Run every thread to its end, from barrier to barrier."""
+        for thread in threads:
+            thread.block = self
+        results: dict[Thread, Any] = {}
+        ready = threads
+        while ready:
+            for thread in ready:
+                state.thread = thread
+                thread.switch(results.pop(thread, None))
+            ready = [thread for thread in self._released(threads, results)]
+
+    def _released(self, threads: list[Thread], results: dict[Thread, Any]) -> list[Thread]:
+        """The threads whose barrier is complete, with what each gets from it."""
+        waiting = [thread for thread in threads if thread.request is not None]
+        if not waiting:
+            return []
+        for_block = [thread for thread in waiting if thread.request.operation in OF_BLOCK]  # type: ignore[union-attr]
+        if len(for_block) == len(threads):
+            if len({thread.request.place for thread in for_block}) > 1:  # type: ignore[union-attr]
+                raise DivergentBarrier(self._report(for_block, "wait at different barriers"))
+            exchange = OF_BLOCK[for_block[0].request.operation]  # type: ignore[union-attr]
+            if exchange is not None:
+                result = exchange([thread.request.value for thread in for_block])  # type: ignore[union-attr]
+                results |= dict.fromkeys(for_block, result)
+            return for_block
+        if len(for_block) == len(waiting):
+            raise DivergentBarrier(self._report(for_block, "wait for a barrier that others have left out"))
+        released: list[Thread] = []
+        lanes = [thread for thread in waiting if thread.request.operation not in OF_BLOCK]  # type: ignore[union-attr]
+        for _, group in itertools.groupby(sorted(lanes, key=lambda t: t.number), key=lambda t: t.warp):
+            released += self._meet({thread.lane: thread for thread in group}, results)
+        if not released:
+            raise DivergentBarrier(self._report(lanes, "wait for lanes of their warp that do not come"))
+        arrived = set(released)
+        return [thread for thread in threads if thread in arrived]
+
+    def _meet(self, lanes: dict[int, Thread], results: dict[Thread, Any]) -> list[Thread]:
+        """The lanes of a warp that are complete for what they ask, computed."""
+        released: list[Thread] = []
+        groups: dict[tuple[Any, ...], dict[int, Thread]] = {}
+        for lane, thread in lanes.items():
+            request = thread.request
+            assert request is not None
+            if not request.mask >> lane & 1:
+                raise DivergentBarrier(self._report([thread], f"lane {lane} is not in its own mask {request.mask:#x}"))
+            groups.setdefault((request.place, request.operation, request.mask), {})[lane] = thread
+        last = (self.size.x * self.size.y * self.size.z - 1) % WARP
+        whole = 0
+        for (_, operation, mask), group in groups.items():
+            if group[next(iter(group))].warp == (self.size.x * self.size.y * self.size.z - 1) // WARP:
+                mask &= (1 << (last + 1)) - 1  # lanes that the block does not have
+            if sum(1 << lane for lane in group) == mask:
+                values = {lane: thread.request.value for lane, thread in group.items()}  # type: ignore[union-attr]
+                for lane, thread in group.items():
+                    assert thread.request is not None
+                    results[thread] = EXCHANGES[operation](values, lane, thread.request.operand)
+                released += group.values()
+                whole += 1
+        return released
+
+    def _report(self, threads: list[Thread], what: str) -> str:
+        lines = [
+            f"block {tuple(self.index)}: {len(threads)} of {self.size.x * self.size.y * self.size.z} threads {what}"
+        ]
+        places: dict[tuple[str, str], list[int]] = {}
+        for thread in threads:
+            assert thread.request is not None
+            code, at = thread.request.place
+            line = next((n for start, end, n in code.co_lines() if start <= at < end), 0)
+            where = f"{code.co_filename}:{line} in {code.co_name}"
+            places.setdefault((thread.request.operation, where), []).append(thread.number)
+        return "; ".join(
+            [*lines, *(f"threads {numbers} at {op} in {where}" for (op, where), numbers in places.items())]
+        )
+
+
+# ---- What lanes of a warp exchange: (value of each lane, own lane, operand) -> result ---------------------------------
+
+
+def _from(values: dict[int, Any], source: int, mine: int) -> Any:
+    if source not in values:
+        raise DivergentBarrier(f"lane {mine} reads lane {source}, which takes no part in the shuffle")
+    return values[source]
+
+
+EXCHANGES: dict[str, Callable[[dict[int, Any], int, Any], Any]] = {
+    "syncwarp": lambda values, lane, _: None,
+    "shfl_sync": lambda values, lane, source: _from(values, source % WARP, lane),
+    "shfl_xor_sync": lambda values, lane, mask: _from(values, lane ^ mask, lane),
+    "shfl_up_sync": lambda values, lane, delta: _from(values, lane - delta if lane >= delta else lane, lane),
+    "shfl_down_sync": lambda values, lane, delta: _from(values, lane + delta if lane + delta < WARP else lane, lane),
+    "ballot_sync": lambda values, lane, _: sum(1 << n for n, x in values.items() if x),
+    "all_sync": lambda values, lane, _: all(values.values()),
+    "any_sync": lambda values, lane, _: any(values.values()),
+    "eq_sync": lambda values, lane, _: len(set(values.values())) == 1,
+}
+
+
+OF_BLOCK: dict[str, Callable[[list[Any]], int] | None] = {
+    "syncthreads": None,
+    "syncthreads_or": lambda values: int(any(values)),
+    "syncthreads_and": lambda values: int(all(values)),
+    "syncthreads_count": lambda values: sum(map(bool, values)),
+}
+
+
+class State:
+    """What runs now. One launch at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.thread: Thread | None = None
+        self.unaligned = False  # whether a pointer of this launch is no multiple of 16 bytes
+        self.pools: dict[tuple[int, Index], list[Thread]] = {}
+
+    def threads(self, size: Index) -> list[Thread]:
+        """Fibers for a block of this size; those of an OS thread stay with it."""
+        key = (threading.get_ident(), size)
+        pool = self.pools.pop(key, None)
+        if pool is None or pool[0].parent is not greenlet.getcurrent():
+            indices = itertools.product(range(size.z), range(size.y), range(size.x))
+            pool = [Thread(n, Index(x, y, z)) for n, (z, y, x) in enumerate(indices)]
+        return pool
+
+
+state = State()
+
+
+class Kernel:
+    """A function decorated by `cuda.jit`, to be launched from the host."""
+
+    def __init__(self, function: Callable[..., Any], signature: Any = None) -> None:
+        self.function = self.py_func = function
+        self.kinds = None if signature is None else getattr(signature, "args", signature)
+
+    def __getitem__(self, configuration: tuple[Any, ...]) -> Callable[..., None]:
+        grid, size = (_index(each) for each in configuration[:2])
+        return lambda *args: self._launch(grid, size, args)
+
+    def _launch(self, grid: Index, size: Index, args: tuple[Any, ...]) -> None:
+        kinds = self.kinds
+        if kinds is None:
+            raise TypeError(f"{self.function.__name__}: a kernel that is launched needs a signature")
+        if len(kinds) != len(args):
+            raise TypeError(f"{self.function.__name__}: got {len(args)} arguments, accepted are {len(kinds)}")
+        if not (0 < grid.x < 2**31 and 0 < grid.y < 2**16 and 0 < grid.z < 2**16):
+            raise ValueError(f"{self.function.__name__}: a grid of {tuple(grid)} blocks")
+        if not 0 < size.x * size.y * size.z <= 1024:
+            raise ValueError(f"{self.function.__name__}: blocks of {tuple(size)} threads")
+        with state.lock, np.errstate(all="ignore"):
+            before, state.unaligned = state.thread, False
+            seen = tuple(_argument(value, kind) for value, kind in zip(args, kinds, strict=True))
+            pool = state.threads(size)
+            indices = [Index(x, y, z) for z in range(grid.z) for y in range(grid.y) for x in range(grid.x)]
+            for index in options.arranged(indices):
+                Block(self.function, seen, index, size, grid, {}).run(options.arranged(pool))
+            state.pools[threading.get_ident(), size] = pool  # not after an error: its fibers hang where they were
+            state.thread = before
+
+
+def _index(size: Any) -> Index:
+    parts = (size,) if isinstance(size, int) else tuple(size)
+    return Index(*parts, *(1,) * (3 - len(parts)))
+
+
+# ---- The module that kernels see as `cuda` ----------------------------------------------------------------------------
+
+
+def _here(frame: FrameType) -> Place:
+    return frame.f_code, frame.f_lasti
+
+
+def _barrier(operation: str) -> Callable[..., Any]:
+    def wait(mask: int = 0, value: Any = None, operand: Any = None) -> Any:
+        thread = state.thread
+        assert thread is not None
+        return thread.wait(Request(_here(sys._getframe(1)), operation, mask, value, operand))
+
+    return wait
+
+
+def _block_barrier(operation: str) -> Callable[..., Any]:
+    def wait(value: Any = None) -> Any:
+        assert state.thread is not None
+        return state.thread.wait(Request(_here(sys._getframe(1)), operation, 0, value))
+
+    return wait
+
+
+def _syncwarp(mask: int = 0xFFFFFFFF) -> None:
+    assert state.thread is not None
+    state.thread.wait(Request(_here(sys._getframe(1)), "syncwarp", mask))
+
+
+class _Shared:
+    """`cuda.shared`: an array belongs to the line of code that declares it, and to the block."""
+
+    def array(self, shape: int, dtype: Any, alignment: int | None = None) -> Any:
+        assert state.thread is not None
+        assert state.thread.block is not None
+        arrays, place = state.thread.block.shared, _here(sys._getframe(1))
+        if place not in arrays:
+            arrays[place] = _new_array(shape, dtype)
+        return arrays[place]
+
+
+class _Local:
+    """`cuda.local`: registers, as a list of numbers, which is the fastest there is."""
+
+    def array(self, shape: int, dtype: Any, alignment: int | None = None) -> list[Any]:
+        return [_garbage_element(dtype, options.single_precision)] * shape
+
+
+class _Cuda(ModuleType):
+    """Numba's `cuda` module with what the running thread is."""
+
+    threadIdx = property(lambda self: state.thread.index)  # type: ignore[union-attr]
+    blockIdx = property(lambda self: state.thread.block.index)  # type: ignore[union-attr]
+    blockDim = property(lambda self: state.thread.block.size)  # type: ignore[union-attr]
+    gridDim = property(lambda self: state.thread.block.grid)  # type: ignore[union-attr]
+    laneid = property(lambda self: state.thread.lane)  # type: ignore[union-attr]
+    warpsize = WARP
+
+
+def _jit(signature: Any = None, *, device: bool = False, **_: Any) -> Any:
+    """`cuda.jit`: of a device function the function itself, else a kernel that can be launched if it has a signature."""
+    if device:
+        return lambda function: function
+    if inspect.isfunction(signature):
+        return Kernel(signature)
+    return lambda function: Kernel(function, signature)
+
+
+# ---- Instructions that a kernel package declares by @intrinsic --------------------------------------------------------
+
+
+def _copy_vector(dst: Any, i: int, src: Any, j: int, count: int) -> None:
+    if (i | j) % count or i < 0 or j < 0 or state.unaligned:
+        _check_vector(dst, i, count)
+        _check_vector(src, j, count)
+    part = src[j : j + count]
+    if len(part) != count or i + count > len(dst):
+        raise IndexError(f"{count} elements from {j} on of {len(src)} to {i} of {len(dst)}")
+    if type(part) is list and type(dst) is not list:
+        for n in range(count):
+            dst[i + n] = part[n]
+    else:
+        dst[i : i + count] = part
+
+
+def _check_vector(array: Any, at: int, count: int) -> None:
+    """Raise unless `count` elements from `at` on are one aligned vector. Local and shared arrays begin aligned."""
+    owner = array.base if isinstance(array, np.ndarray) else array
+    start, size = 0, 1
+    if isinstance(owner, memoryview) and isinstance(owner.obj, ctypes.Array):
+        start, size = ctypes.addressof(owner.obj), array.itemsize
+    if at < 0 or (start + at * size) % (count * size):
+        raise ValueError(f"a vector of {count} elements at element {at} of what begins at address {start:#x}")
+
+
+_WORD = memoryview(bytearray(4))
+_FLOAT, _INTEGER = _WORD.cast("f"), _WORD.cast("I")
+_HALVES = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32).tolist()
+
+
+def _float_from_bits(bits: int) -> Any:
+    _INTEGER[0] = bits & 0xFFFFFFFF
+    return np.float32(_FLOAT[0]) if options.single_precision else _FLOAT[0]
+
+
+def _bits_of_float(x: Any) -> int:
+    _FLOAT[0] = x
+    return int(_INTEGER[0])
+
+
+def _float_from_half(bits: int) -> Any:
+    return np.float32(_HALVES[bits]) if options.single_precision else _HALVES[bits]
+
+
+EMULATED: dict[str, Callable[..., Any]] = {
+    "copy_vector": _copy_vector,
+    "float_from_bits": _float_from_bits,
+    "bits_of_float": _bits_of_float,
+    "float_from_half": _float_from_half,
+}
+
+
+def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`@intrinsic`: the emulation of that name."""
+    if function.__name__ not in EMULATED:
+        raise NotImplementedError(
+            f"tests/emulation/numba_simulator.py does not know the instruction {function.__name__}"
+        )
+    return EMULATED[function.__name__]
+
+
+def apply() -> None:
+    """Extend the simulator. Called once Numba has been imported, with NUMBA_ENABLE_CUDASIM=1."""
+    from numba import cuda, types
+    from numba.cuda import extending
+
+    cuda.__class__ = _Cuda
+    cuda.jit = _jit
+    cuda.shared, cuda.local = _Shared(), _Local()
+    for name in EXCHANGES:
+        setattr(cuda, name, _barrier(name))
+    cuda.syncwarp = _syncwarp
+    for name in OF_BLOCK:
+        setattr(cuda, name, _block_barrier(name))
+    cuda.activemask = lambda: 0xFFFFFFFF
+    extending.intrinsic = _intrinsic
+    for name, cast in CASTS.items():
+        getattr(types, name).simulated_cast = cast
+        getattr(types, name).simulated_format = FORMATS[name]
+    for kind in (types.Integer, types.Float):
+        kind.__call__ = _calling(kind.__call__)
+
+
+def _calling(typed: Callable[..., Any]) -> Callable[..., Any]:
+    """`float32(x)` of a number, at the speed of a cast; anything else as Numba means it."""
+
+    def call(self: Any, *args: Any) -> Any:
+        if state.thread is not None:
+            return self.simulated_cast(*args)
+        return typed(self, *args)
+
+    return call
