@@ -28,13 +28,15 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != self.package:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(self)  # so that the others find it
         spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)  # not everybody who looks for a package goes on to import it
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
 
         def load_and_act(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
             load(module)
             self.action()
 
