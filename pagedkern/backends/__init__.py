@@ -16,6 +16,8 @@ from pagedkern.backends.base import Backend, Probe
 from pagedkern.errors import BackendUnavailable, InvalidArgument
 
 _LOCATIONS = {  # name: "module:class", in the order in which backend="auto" prefers them when nothing was tuned
+    "triton": "pagedkern.backends.triton:TritonBackend",
+    "cupy": "pagedkern.backends.cupy:CupyBackend",
     "cpu": "pagedkern.backends.cpu:CpuBackend",
     "reference": "pagedkern.backends.reference:ReferenceBackend",
 }

@@ -32,17 +32,24 @@ def _nothing(problem: Problem) -> bool:
 
 
 MAY_REFUSE: dict[str, Callable[[Problem], bool]] = {
-    "triton": _odd_block_size,
     "cupy": _odd_block_size,
     "numba_cuda": _odd_block_size,
 }
 
 
-SAMPLED: dict[str, int] = {}
+SAMPLED: dict[str, int] = {"triton": 4}
 """Backends so slow under emulation that only every n-th case of each test runs, the first and the last among them; the
 cases of `test_cases.py` all run. CONTRACT=full runs everything everywhere."""
 
-EMULATED_CONFIG: dict[str, Mapping[str, object]] = {}
+EMULATED_CONFIG: dict[str, Mapping[str, object]] = {
+    "triton": {
+        "tile": 16, "span": 32, "num_splits": 3, "rows": 16, "split_queries": 3, "prefill_rows": 16, "prefill_tile": 16,
+    },
+    "cupy": {
+        "tile": 32, "warps": 2, "stages": 2, "span": 64, "num_splits": 3, "decode_tokens": 2, "prefill_tile": 32,
+        "prefill_warps": 2,
+    },
+}  # fmt: skip
 """What emulated backends are configured with unless a test says otherwise: tiles and spans so small that small problems
 cross every boundary between them."""
 

@@ -46,7 +46,7 @@ class TritonBackend:
         return Probe(True, torch.cuda.get_device_name())
 
     def supports(self, problem: Problem) -> str | None:
-        """Everything on a GPU, but for block sizes that are no multiple of 8 and head dims beyond 256."""
+        """Everything on a GPU with a head_dim of at most 256."""
         device = "cpu" if _emulated() else "cuda"
         if problem.device != device:
             return f"the tensors are on {problem.device!r}; this backend computes on {device!r}"
@@ -56,8 +56,6 @@ class TritonBackend:
             return f"q is {problem.q_dtype}; this backend computes float32, float16 and bfloat16"
         if problem.kv_dtype not in ITEMSIZE:
             return f"the caches are {problem.kv_dtype}; this backend reads {', '.join(ITEMSIZE)}"
-        if problem.block_size % 8:
-            return f"the block size is {problem.block_size}; this backend takes multiples of 8"
         if max(problem.head_dim, problem.head_dim_v) > 256:
             return f"head_dim is {problem.head_dim} and {problem.head_dim_v}; this backend goes up to 256"
         return None
@@ -68,6 +66,8 @@ class TritonBackend:
 
     def default_config(self, problem: Problem) -> TritonConfig:
         """By head_dim, dtype, group and this GPU's compute capability: see `config.default_config`."""
+        if problem.op != "attention":
+            return TritonConfig()  # writing and copying have none
         return _config.default_config(problem, _capability())
 
     def make_config(self, fields: Mapping[str, object]) -> TritonConfig:
