@@ -90,6 +90,8 @@ def model_of(problem: Problem) -> Model:
 
 def default_config(problem: Problem) -> CupyConfig:
     """By the model's shape: two or three stages that leave room for several blocks, as many splits as fill a GPU."""
+    if problem.op != "attention":  # nothing to tune
+        return CupyConfig()
     model = model_of(problem)
     row = sum(pitch(dim, model.kv_dtype) for dim in model.padded_dims)  # bytes of a token in a stage
     tile = 64
@@ -108,6 +110,8 @@ def default_config(problem: Problem) -> CupyConfig:
 def configs(problem: Problem) -> list[CupyConfig]:
     """The default and what lies around it: other spans, more splits, deeper or shallower pipelines, another copy."""
     base = default_config(problem).to_dict()
+    if problem.op != "attention":
+        return [default_config(problem)]
     changes: list[dict[str, object]] = [{}, {"span": 512}, {"span": 1024}, {"num_splits": 32}, {"num_splits": 8}]
     if problem.max_seqlen_q > 1:
         changes = [{}, {"prefill_warps": 8}, {"prefill_stages": 3}, {"prefill_tile": 32}]
