@@ -1,55 +1,24 @@
-"""KVCache: the tensors that hold keys and values, their layout, and the carrying out of the allocator's plans."""
+"""KVCache: the tensors of every layer, in blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pagedkern import _arguments as check
 from pagedkern._arguments import ArrayLike
-from pagedkern.errors import BlockIndexError, InvalidArgument, InvalidType
+from pagedkern.cache.inputs import PlannedStep, StepInputs, step_inputs, upload
+from pagedkern.cache.moves import Move, Plan, host_tensor, moves_of
+from pagedkern.cache.queues import IN, OUT, Immediate, Streams
+from pagedkern.cache.transfers import Transfers
+from pagedkern.errors import InvalidArgument, InvalidType
 from pagedkern.ops import copy_blocks
 
 LAYOUTS = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}
 """Order in memory of [num_blocks, block_size, num_kv_heads, head_dim]; a permutation that is its own inverse."""
 MOST = 2**31 - 1  # block ids are int32
-
-
-class Plan(Protocol):
-    """What `apply` carries out: a `Step` or a swap plan of the allocator."""
-
-    @property
-    def moves(self) -> Iterable[tuple[str, Any, Any]]:
-        """(kind, src, dst) in order; kind is "copy" (device to device), "swap_out" (device to host) or "swap_in" (host
-        to device); src and dst are int64 buffers of equal length. No destination occurs twice in one move."""
-
-
-class PlannedStep(Plan, Protocol):
-    """What `inputs` describes: a `Step` of the allocator, whose arrays are buffers."""
-
-    @property
-    def block_table(self) -> Any: ...  # int32 [S, W]
-    @property
-    def seq_lens(self) -> Any: ...  # int32 [S]
-    @property
-    def cu_seqlens_q(self) -> Any: ...  # int32 [S+1]
-    @property
-    def max_seqlen_q(self) -> int: ...
-    @property
-    def slot_mapping(self) -> Any: ...  # int64 [T]
-
-
-class StepInputs(NamedTuple):
-    """A step's arrays on the device of the cache, named as `paged_attention` and `write_kv` name them."""
-
-    block_table: Tensor  # int32 [S, W]
-    seq_lens: Tensor  # int32 [S]
-    cu_seqlens_q: Tensor  # int32 [S+1]
-    max_seqlen_q: int
-    slot_mapping: Tensor  # int64 [T]
 
 
 class KVCache:
@@ -65,7 +34,8 @@ class KVCache:
         device: where the blocks live, as torch understands it.
         layout: "HND" or "NHD".
         head_dim_v: head_dim of V; None is `head_dim`.
-        num_host_blocks: blocks of the host pool that sequences are swapped to (pinned memory for a GPU), >= 0.
+        num_host_blocks: blocks of the host pool that sequences are swapped to, >= 0. For a GPU it is pinned memory,
+            which torch may round up to a power of two, for K and V each.
 
     Raises:
         InvalidArgument (InvalidType): an argument that is not accepted.
@@ -108,21 +78,33 @@ class KVCache:
                 f"device: got {device!r}, accepted is a torch device of this machine: {error}"
             ) from None
 
+        order = LAYOUTS[layout]
+
         def pool(count: int, on: torch.device, pinned: bool) -> list[Tensor]:
-            """K and V of every layer, logical [num_layers, count, block_size, num_kv_heads, head_dim]."""
-            order = LAYOUTS[layout]
+            """K and V, as in memory: [num_layers, count, ...]."""
             result = []
             for dim in dims:
                 memory = [(count, size, heads, dim)[axis] for axis in order]
                 with torch.inference_mode(False):  # else it could not be written outside of inference mode later
-                    tensor = torch.empty(layers, *memory, dtype=dtype, device=on, pin_memory=pinned)
-                result.append(tensor.permute(0, *(axis + 1 for axis in order)))
+                    result.append(torch.empty(layers, *memory, dtype=dtype, device=on, pin_memory=pinned))
             return result
 
-        k, v = pool(blocks, where, False)
+        def logical(tensor: Tensor) -> Tensor:
+            """[num_layers, count, block_size, num_kv_heads, head_dim]"""
+            return tensor.permute(0, *(axis + 1 for axis in order))
+
+        pools = pool(blocks, where, False)
+        host = pool(host_blocks, torch.device("cpu"), where.type == "cuda" and host_blocks > 0)
+        k, v = map(logical, pools)
         self._layers = [(k[i], v[i]) for i in range(layers)]
         self._blocks = [x.transpose(0, 1) for x in (k, v)]  # blocks first: one copy moves all layers
-        self._host = [x.transpose(0, 1) for x in pool(host_blocks, torch.device("cpu"), where.type == "cuda")]
+        self._host = [logical(x).transpose(0, 1) for x in host]
+        self._swapped = [
+            pair
+            for device_pool, host_pool in zip(pools, host, strict=True)
+            for pair in zip(device_pool.unbind(0), host_pool.unbind(0), strict=True)
+        ]
+        self._transfers = Transfers(Streams(where, pools) if where.type == "cuda" else Immediate())
 
     @classmethod
     def from_layers(cls, layers: Sequence[tuple[ArrayLike, ArrayLike]]) -> KVCache:
@@ -155,7 +137,8 @@ class KVCache:
         self._layers = pairs
         tensors = [x for pair in pairs for x in pair]
         self._blocks = list({(x.data_ptr(), x.shape, x.stride()): x for x in tensors}.values())  # layers may share one
-        self._host = []
+        self._host, self._swapped = [], []
+        self._transfers = Transfers(Immediate())  # nothing to swap, so nothing but the current stream
         return self
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -203,83 +186,67 @@ class KVCache:
             f"device={self.device}, num_host_blocks={self.num_host_blocks})"
         )
 
-    def apply(self, plan: Plan) -> None:
-        """Carry out the moves of a step or plan, in order, on every layer; to be called before the step's kernels.
+    def apply(self, *plans: Plan) -> None:
+        """Carry out the moves of steps and plans, in order, on every layer.
+
+        To be called before the kernels of every step, with that step, also if it moves nothing: here earlier swaps are
+        waited for. On a GPU everything is put into streams and nothing waits on the host: copies run on the current
+        stream, swaps on streams of their own, behind what is on the current stream. What is launched there afterwards
+        starts after all that earlier calls moved. It runs beside the swaps out of this call, and beside its swaps in as
+        far as no `block_table` among `plans` names their blocks: so give a step together with the plans before it. The
+        allocator's `commit` need not wait for the GPU.
+
+        Args:
+            plans: `Step` and `Plan` of the allocator, `Batch` of the scheduler, in the order in which they were made.
 
         Raises:
             InvalidArgument (BlockIndexError): a move of unknown kind, with lists of unequal length, or with a block id
                 outside its pool. All moves are checked before the first is carried out.
         """
-        if not hasattr(plan, "moves"):
-            raise InvalidType(f"plan: got {type(plan).__name__}, accepted is a Step or Plan of the allocator")
-        moves = [(kind, _ids(kind, "src", src), _ids(kind, "dst", dst)) for kind, src, dst in plan.moves]
-        for kind, src, dst in moves:
-            self._check_move(kind, src, dst)
-        for kind, src, dst in moves:
-            if not len(src):
-                continue
-            if kind == "copy":
-                copy_blocks(self._blocks, src.to(self.device), dst.to(self.device))
-            elif kind == "swap_out":
-                for device_pool, host_pool in zip(self._blocks, self._host, strict=True):
-                    for s, d in zip(src.tolist(), dst.tolist(), strict=True):
-                        host_pool[d].copy_(device_pool[s], non_blocking=True)
+        moves = [move for plan in plans for move in moves_of(plan, self.num_blocks, self.num_host_blocks)]
+        self._transfers.begin()
+        for move in moves:
+            if move.kind == "copy":
+                self._copy(move)
             else:
-                for device_pool, host_pool in zip(self._blocks, self._host, strict=True):
-                    for s, d in zip(src.tolist(), dst.tolist(), strict=True):
-                        device_pool[d].copy_(host_pool[s], non_blocking=True)
+                self._swap(move)
+        if any(move.kind == "swap_in" for move in moves):
+            self._transfers.end(lambda blocks: _reads_any(plans, blocks))
+
+    def _copy(self, move: Move) -> None:
+        def work() -> None:
+            copy_blocks(self._blocks, *upload([move.src, move.dst], self.device))
+
+        self._transfers.compute(work, move.src.tolist(), move.dst.tolist())
+
+    def _swap(self, move: Move) -> None:
+        """The blocks of one run and layer are adjacent in memory, on both sides: one plain copy each."""
+        out = move.kind == "swap_out"
+        src, dst = move.src.tolist(), move.dst.tolist()
+
+        def work() -> None:
+            for s, d, count in move.runs():
+                for device, host in self._swapped:
+                    source, target = (device, host) if out else (host, device)
+                    target[d : d + count].copy_(source[s : s + count], non_blocking=True)
+
+        if out:
+            self._transfers.transfer(OUT, work, src, [~d for d in dst])
+        else:
+            self._transfers.transfer(IN, work, [~s for s in src], dst)
 
     def inputs(self, step: PlannedStep) -> StepInputs:
         """What the operations need to know of a step, as tensors: on a CPU over the step's own buffers, else copied.
 
-        The copies are made on the current stream, without a synchronisation if the device allows it.
+        The copy is made on the current stream; on a GPU it waits for nothing.
         """
-        num_seqs = memoryview(step.seq_lens).nbytes // 4
-        arrays = {
-            "block_table": _tensor(step.block_table, torch.int32).view(num_seqs, -1 if num_seqs else 0),
-            "seq_lens": _tensor(step.seq_lens, torch.int32),
-            "cu_seqlens_q": _tensor(step.cu_seqlens_q, torch.int32),
-            "slot_mapping": _tensor(step.slot_mapping, torch.int64),
-        }
-        on_device = {name: array.to(self.device, non_blocking=True) for name, array in arrays.items()}
-        return StepInputs(max_seqlen_q=step.max_seqlen_q, **on_device)
-
-    def _check_move(self, kind: str, src: Tensor, dst: Tensor) -> None:
-        pools = {
-            "copy": (self.num_blocks, self.num_blocks),
-            "swap_out": (self.num_blocks, self.num_host_blocks),
-            "swap_in": (self.num_host_blocks, self.num_blocks),
-        }
-        if not isinstance(kind, str) or kind not in pools:
-            check.refuse("plan", f"a move of kind {kind!r}", " or ".join(map(repr, pools)))
-        if len(src) != len(dst):
-            check.refuse("plan", f"a {kind} move of {len(src)} sources and {len(dst)} destinations", "as many of both")
-        for name, ids, count in (("source", src, pools[kind][0]), ("destination", dst, pools[kind][1])):
-            if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < count):
-                at = int(((ids < 0) | (ids >= count)).nonzero()[0])
-                accepted = f"0 .. {count - 1}" if count else "none: the host pool is empty (num_host_blocks=0)"
-                raise BlockIndexError(
-                    f"plan: got {name} block {int(ids[at])} at place {at} of a {kind} move, accepted is {accepted}"
-                )
+        return step_inputs(step, self.device)
 
 
-def _ids(kind: str, name: str, buffer: Any) -> Tensor:
-    """An int64 buffer (array, memoryview) of a plan as a tensor on the host, without a copy."""
-    if isinstance(buffer, Tensor):
-        check.dtype(f"plan, {name} of a {kind} move", buffer, torch.int64)
-        return buffer.cpu()
-    try:
-        view = memoryview(buffer)
-    except TypeError:
-        raise InvalidType(
-            f"plan: got a {kind} move whose {name} is a {type(buffer).__name__}, accepted is an int64 buffer"
-        ) from None
-    if view.itemsize != 8 or view.format not in ("q", "l") or view.ndim != 1 or not view.contiguous:
-        got = f"format {view.format!r}, {view.ndim} dimensions{'' if view.contiguous else ', strided'}"
-        check.refuse("plan", f"a {kind} move whose {name} has {got}", "a contiguous int64 vector ('q')")
-    return _tensor(view, torch.int64)
-
-
-def _tensor(buffer: Any, dtype: torch.dtype) -> Tensor:
-    """A flat tensor over a buffer, without a copy; torch itself refuses empty ones."""
-    return torch.frombuffer(buffer, dtype=dtype) if memoryview(buffer).nbytes else torch.empty(0, dtype=dtype)
+def _reads_any(plans: Sequence[Plan], blocks: set[int]) -> bool:
+    """Whether the kernels of these steps read or write any of the blocks. Yes, if it cannot be told."""
+    tables = [getattr(plan, "block_table", None) for plan in plans]
+    if all(table is None for table in tables):
+        return True
+    ids = torch.tensor(sorted(blocks), dtype=torch.int32)
+    return any(bool(torch.isin(host_tensor(t, torch.int32), ids).any()) for t in tables if t is not None)

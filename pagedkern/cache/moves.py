@@ -1,0 +1,96 @@
+"""What a plan says is to be moved, checked before anything is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pagedkern import _arguments as check
+from pagedkern.errors import BlockIndexError, InvalidType
+
+
+class Plan(Protocol):
+    """What `apply` carries out: a `Step` or a swap plan of the allocator, a `Batch` of the scheduler."""
+
+    @property
+    def moves(self) -> Iterable[tuple[str, Any, Any]]:
+        """(kind, src, dst) in order; kind is "copy" (device to device), "swap_out" (device to host) or "swap_in" (host
+        to device); src and dst are int64 buffers of equal length. No destination occurs twice in one move."""
+
+
+class Move(NamedTuple):
+    """Block src[i] goes to dst[i]; all are read before any is written."""
+
+    kind: str
+    src: Tensor  # int64 [n], on the host
+    dst: Tensor
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(src, dst, count): blocks that are adjacent in both pools, together. For moves between different pools."""
+        runs: list[tuple[int, int, int]] = []
+        for s, d in sorted(zip(self.src.tolist(), self.dst.tolist(), strict=True)):
+            if runs and s == runs[-1][0] + runs[-1][2] and d == runs[-1][1] + runs[-1][2]:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+            else:
+                runs.append((s, d, 1))
+        return runs
+
+
+def moves_of(plan: object, num_blocks: int, num_host_blocks: int) -> list[Move]:
+    """The moves of a plan that move anything.
+
+    Raises:
+        InvalidArgument (BlockIndexError): a move of unknown kind, with lists of unequal length, or with a block id
+            outside its pool.
+    """
+    if not hasattr(plan, "moves"):
+        raise InvalidType(f"plan: got {type(plan).__name__}, accepted is a Step or Plan of the allocator")
+    moves = [Move(kind, _ids(kind, "src", src), _ids(kind, "dst", dst)) for kind, src, dst in plan.moves]
+    for move in moves:
+        _check(move, num_blocks, num_host_blocks)
+    return [move for move in moves if len(move.src)]
+
+
+def _check(move: Move, num_blocks: int, num_host_blocks: int) -> None:
+    kind, src, dst = move
+    pools = {
+        "copy": (num_blocks, num_blocks),
+        "swap_out": (num_blocks, num_host_blocks),
+        "swap_in": (num_host_blocks, num_blocks),
+    }
+    if not isinstance(kind, str) or kind not in pools:
+        check.refuse("plan", f"a move of kind {kind!r}", " or ".join(map(repr, pools)))
+    if len(src) != len(dst):
+        check.refuse("plan", f"a {kind} move of {len(src)} sources and {len(dst)} destinations", "as many of both")
+    for name, ids, count in (("source", src, pools[kind][0]), ("destination", dst, pools[kind][1])):
+        if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < count):
+            at = int(((ids < 0) | (ids >= count)).nonzero()[0])
+            accepted = f"0 .. {count - 1}" if count else "none: the host pool is empty (num_host_blocks=0)"
+            raise BlockIndexError(
+                f"plan: got {name} block {int(ids[at])} at place {at} of a {kind} move, accepted is {accepted}"
+            )
+
+
+def _ids(kind: str, name: str, buffer: Any) -> Tensor:
+    """An int64 buffer (array, memoryview) of a plan as a tensor on the host, without a copy."""
+    if isinstance(buffer, Tensor):
+        check.dtype(f"plan, {name} of a {kind} move", buffer, torch.int64)
+        return buffer.cpu()
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        raise InvalidType(
+            f"plan: got a {kind} move whose {name} is a {type(buffer).__name__}, accepted is an int64 buffer"
+        ) from None
+    if view.itemsize != 8 or view.format not in ("q", "l") or view.ndim != 1 or not view.contiguous:
+        got = f"format {view.format!r}, {view.ndim} dimensions{'' if view.contiguous else ', strided'}"
+        check.refuse("plan", f"a {kind} move whose {name} has {got}", "a contiguous int64 vector ('q')")
+    return host_tensor(view, torch.int64)
+
+
+def host_tensor(buffer: Any, dtype: torch.dtype) -> Tensor:
+    """A flat tensor over a buffer, without a copy; torch itself refuses empty ones."""
+    return torch.frombuffer(buffer, dtype=dtype) if memoryview(buffer).nbytes else torch.empty(0, dtype=dtype)
