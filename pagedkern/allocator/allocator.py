@@ -14,7 +14,7 @@ from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.facts import Facts
 from pagedkern.allocator.observe import BlockEvent, EventLog, digests
-from pagedkern.allocator.operation import BUSY, OperationLog, operation, transaction
+from pagedkern.allocator.operation import OperationLog, look_again, operation, transaction
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.step import Phase, Plan, Step, Verdict
 from pagedkern.errors import AuditError, InvalidArgument, InvalidType
@@ -41,8 +41,8 @@ class BlockAllocator(Facts):
     **All or nothing.** A call that raises changes nothing. `OutOfBlocks` if blocks are lacking, `StaleSequence` for a
     handle that is freed, swapped out or of another allocator, `InvalidArgument` (a `ValueError`) and `InvalidType`
     (also a `TypeError`) for the rest; the same if something raises that the call uses, as an argument that iterates.
-    But not if an exception arrives from outside in the middle of a call, as `KeyboardInterrupt` may: run `check` then,
-    and `restore` a snapshot if it fails.
+    An exception that arrives from outside in the middle of a call, as `KeyboardInterrupt` may, can leave damage: the
+    next call audits the state first, once, and is `AuditError` if it is not whole. `restore` a snapshot then.
 
     **One call at a time.** A lazy list of sequences or tokens is walked through before the call begins, and may use the
     allocator. Whatever else a call runs (`__index__`, a signal handler, ids that are lazy in a list) may not:
@@ -396,7 +396,7 @@ class BlockAllocator(Facts):
     def _idle(self, name: str) -> None:
         """Refuse a call from within an operation."""
         if self._core.busy:
-            raise InvalidArgument(f"{name}: {BUSY}")
+            look_again(self._core, name)
 
     def _claim(self) -> bool:
         """Whether the calling thread is the owner, or becomes it as the first one."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from pagedkern.allocator.core import RUNNING
 from pagedkern.allocator.run import Run
 from pagedkern.allocator.sequence import Sequence, State
+from pagedkern.allocator.step import Step
 from pagedkern.errors import AuditError
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 def check(core: Core) -> None:
     """Raise `AuditError` with the first invariant found broken. O(blocks + tokens)."""
-    _expect(not core.busy, "an operation is running, or was broken off")
+    _expect(core.busy != RUNNING, "an operation is running, or its end was broken off twice")
     _expect(core.in_transaction or not core.undo, f"{len(core.undo)} entries left in the undo log")
     for cohort in core.cohorts.values():
         _check_cohort(cohort)
@@ -164,6 +166,7 @@ def _check_cached(core: Core, seq: Sequence, contents: _Contents) -> None:
 
 def _check_cohort(cohort: Cohort) -> None:
     _expect(cohort.active, "a cohort that has ended is listed as active")
+    _expect(cohort._committed + len(cohort._pending) == cohort._issued, "a cohort has lost a step")
     table, slots = cohort._table, cohort._slots
     size = cohort._core.block_size
     for row, seq in enumerate(cohort.seqs):
@@ -182,6 +185,10 @@ def _check_cohort(cohort: Cohort) -> None:
 def _check_plans(core: Core) -> None:
     for plan in core.in_flight.values():
         _expect(plan.state == "in flight", f"plan {plan.id}: listed as in flight, but {plan.state}")
+        cohort = plan._cohort if isinstance(plan, Step) else None
+        if cohort is not None:
+            _expect(cohort.active and plan in cohort._pending, f"plan {plan.id}: its cohort does not know it")
+        _expect((plan._rows is None) == (cohort is not None), f"plan {plan.id}: nobody accounts for it")
         for row in plan._rows or ():
             if row.seq._state is not State.FREED:
                 _expect(plan in row.seq._pending, f"plan {plan.id}: sequence {row.seq.id} does not wait for it")

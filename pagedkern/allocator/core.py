@@ -17,6 +17,9 @@ from pagedkern.errors import InvalidArgument, InvalidType, StaleSequence
 if TYPE_CHECKING:
     from pagedkern.allocator.cohort import Cohort
 
+IDLE, RUNNING, BROKEN_OFF = range(3)
+"""No operation runs; one does; the last one was ended by an exception from outside, and nobody has looked since."""
+
 Mark: TypeAlias = tuple[int, dict[str, int]]
 """Where a transaction began: entries in the undo log, and the counts."""
 
@@ -45,7 +48,7 @@ class Core:
         self.last_seq = 0
         self.last_plan = 0
         self.transactions: list[Mark] = []  # open ones, outermost first
-        self.busy = False  # an operation is running
+        self.busy = IDLE
         self.counts = dict.fromkeys(COUNTS, 0)
         self.events: EventLog | None = None
 

@@ -2,8 +2,8 @@
 
 All or nothing holds for every exception that an operation raises itself or that comes out of what it calls: arguments
 that iterate, `__index__`, `__eq__`. It cannot be promised for an exception that arrives from outside between two
-bytecodes, as `KeyboardInterrupt` from a signal does: a change and its entry in the undo log are two steps. After one,
-`check()` says whether the state is whole; if not, `restore` a snapshot.
+bytecodes, as `KeyboardInterrupt` from a signal does: a change and its entry in the undo log are two steps. What can be
+taken back is; then the next operation audits the state before it does anything, and refuses if it is damaged.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TextIO, TypeVar
 
+from pagedkern.allocator import audit
 from pagedkern.allocator.arguments import materialised, settled, unpacked
+from pagedkern.allocator.core import BROKEN_OFF, IDLE, RUNNING
 from pagedkern.allocator.sequence import Sequence
 from pagedkern.allocator.step import Plan, Step, Verdict
-from pagedkern.errors import InvalidArgument, OutOfBlocks
+from pagedkern.errors import AuditError, InvalidArgument, OutOfBlocks
 
 if TYPE_CHECKING:
     from pagedkern.allocator.allocator import BlockAllocator
@@ -48,7 +50,7 @@ def operation(
         assert self._thread == get_ident() or self._claim(), WRONG_THREAD
         core = self._core
         if core.busy:
-            raise InvalidArgument(f"{method.__name__}: {BUSY}")
+            look_again(core, method.__name__)
         for arg in args:
             if type(arg) not in _SETTLED:
                 args = tuple(map(settled, args))  # type: ignore[assignment]
@@ -61,19 +63,38 @@ def operation(
         undo = core.undo
         mark = len(undo)
         try:
-            core.busy = True
+            core.busy = RUNNING
             result = method(self, *args, **kwargs)
             if not core.transactions:
                 undo.clear()
+            core.busy = IDLE
+            return result
         except BaseException as error:
-            undo.rollback(mark)
-            core.counts["out_of_blocks"] += isinstance(error, OutOfBlocks)
+            core.busy = BROKEN_OFF
+            if isinstance(error, Exception):
+                undo.rollback(mark)
+                core.counts["out_of_blocks"] += isinstance(error, OutOfBlocks)
+                core.busy = IDLE
+            else:  # it may have come between a change and its entry in the undo log
+                with suppress(Exception):
+                    undo.rollback(mark)
             raise
-        finally:
-            core.busy = False
-        return result
 
     return run  # type: ignore[return-value]
+
+
+def look_again(core: Core, name: str) -> None:
+    """The allocator is not idle: refuse, unless it was a call that was broken off and that has left the state whole."""
+    if core.busy == RUNNING:
+        raise InvalidArgument(f"{name}: {BUSY}")
+    try:
+        audit.check(core)
+    except Exception as error:
+        raise AuditError(
+            f"{name}: an exception from outside, as KeyboardInterrupt, has broken off an earlier call and left damage; "
+            f"restore a snapshot: {error!r}"
+        ) from None
+    core.busy = IDLE
 
 
 @contextmanager
@@ -82,7 +103,7 @@ def transaction(self: BlockAllocator) -> Iterator[None]:
     assert self._thread == get_ident() or self._claim(), WRONG_THREAD
     core, log = self._core, self._log
     if core.busy:
-        raise InvalidArgument(f"transaction: {BUSY}")
+        look_again(core, "transaction")
     core.settle_cohorts()
     this = len(core.undo), dict(core.counts)
     core.transactions.append(this)
@@ -99,8 +120,8 @@ def transaction(self: BlockAllocator) -> Iterator[None]:
 
 def _leave(core: Core, log: OperationLog | None, this: Mark, how: str) -> None:
     """End a transaction: "rollback" or "end". One that is left before those inside it takes them back with itself."""
-    if core.busy:
-        raise InvalidArgument(f"transaction: {BUSY}")
+    if core.busy == RUNNING or (core.busy and how == "end"):
+        look_again(core, "transaction")
     number = next((i for i, other in enumerate(core.transactions) if other is this), None)
     if number is None:
         if how == "rollback":  # it is, as wanted
@@ -108,11 +129,12 @@ def _leave(core: Core, log: OperationLog | None, this: Mark, how: str) -> None:
         raise InvalidArgument("transaction: taken back already, when one around it was left first")
     inner = len(core.transactions) - number - 1
     if inner or how == "rollback":
-        core.undo.rollback(this[0])
+        with suppress(*((Exception,) if core.busy == BROKEN_OFF else ())):  # entries may be missing then
+            core.undo.rollback(this[0])
         core.counts.update(this[1])
         how = "rollback"
     del core.transactions[number:]
-    if not number:
+    if not number and not core.busy:
         core.undo.clear()
     for _ in range(inner + 1 if log is not None else 0):
         log.write({"op": how})  # type: ignore[union-attr]

@@ -1,6 +1,7 @@
 """An exception raised by any function inside any operation leaves the state as it was before.
 
-The tracer raises when the k-th call inside the allocator is about to run, for every k.
+The tracer raises when the k-th call inside the allocator is about to run, for every k. Where an exception from outside
+may come, between any two bytecodes, damage can remain, but none that the next call does not find.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 
 import pagedkern.allocator
 from pagedkern.allocator import BlockAllocator
+from pagedkern.errors import AuditError
 from tests.allocator.world import fingerprint
 
 HOME = str(Path(pagedkern.allocator.__file__).parent)
@@ -132,3 +134,58 @@ def test_fault(name: str) -> None:
     assert number > 3, "there were calls"
     scene.a.check()
     assert fingerprint(scene.a) != expected, "and without a fault it does something"
+
+
+class Interrupt(BaseException):
+    """Comes from outside, as KeyboardInterrupt does."""
+
+
+def run_until(operation: Callable[[], object], number: int) -> int:
+    """Run it, interrupted before the bytecode of that number, counted from 1; 0: not. Returns how many there were."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> object:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(HOME):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == number:
+                sys.settrace(None)
+                raise Interrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        operation()
+    except Interrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_interrupt_at_any_bytecode(name: str) -> None:
+    """The next call goes on from a state that is whole, before or after the operation, or says that it cannot."""
+    scene = Scene()
+    before = fingerprint(scene.a)
+    total = run_until(lambda: OPERATIONS[name](scene), 0)  # noqa: B023
+    after = fingerprint(scene.a)
+    refused = 0
+    for number in range(1 + len(name) % 5, total, max(1, total // 40)):
+        scene = Scene()
+        run_until(lambda: OPERATIONS[name](scene), number)  # noqa: B023
+        try:
+            assert scene.a.can_allocate(1) is not None
+        except AuditError as error:
+            refused += 1
+            assert "broken off" in str(error) or "broken off" in str(error.__context__)
+            with pytest.raises(AuditError):
+                scene.a.append([scene.seq], [1])
+            continue
+        scene.a.check()
+        assert fingerprint(scene.a) in (before, after), f"bytecode {number} of {total}"
+    assert refused < 20, "most interrupts do no damage"
