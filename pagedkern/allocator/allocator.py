@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, TextIO
 
-from pagedkern.allocator import audit, sequences, snapshot, stepper, swap
+from pagedkern.allocator import sequences, snapshot, stepper, swap
 from pagedkern.allocator.arguments import MAX_TOKENS, Salt, Tokens, integer, new_tokens, single_ids, tenant, token_ids
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.facts import Facts
-from pagedkern.allocator.observe import BlockEvent, EventLog, digests
+from pagedkern.allocator.observe import EventLog
 from pagedkern.allocator.operation import OperationLog, look_again, operation, transaction
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.step import Phase, Plan, Step, Verdict
@@ -317,7 +317,7 @@ class BlockAllocator(Facts):
         with transaction(self):
             yield self
 
-    # Observing.
+    # The prefix cache.
 
     def record_events(self) -> None:
         """From now on `events` tells which blocks can be found in the prefix cache, and which no more.
@@ -328,21 +328,6 @@ class BlockAllocator(Facts):
         if len(self._core.prefix) or len(self._core.host.prefix):
             raise InvalidArgument("record_events: blocks are cached already, call it on a new or cleared allocator")
         self._core.record(EventLog())
-
-    @property
-    def events(self) -> list[BlockEvent]:
-        """What has been stored and removed since the last look, in order. Empty without `record_events`.
-
-        Empty also inside a transaction, which may yet be taken back: its events come after the outermost one has ended.
-        """
-        core = self._core
-        return [] if core.events is None or core.transactions or core.busy else core.events.drain()
-
-    def digests(self, tokens: Tokens, *, salt: Salt = None) -> list[bytes]:
-        """The SHA-256 of each full block of a prompt, as `BlockEvent.digest` has it: equal in all processes.
-        O(tokens).
-        """
-        return digests(self._core.prefix.chunks(token_ids("tokens", tokens).tobytes()), tenant(salt))
 
     @operation
     def clear_cache(self) -> None:
@@ -384,10 +369,6 @@ class BlockAllocator(Facts):
         self._log = None if file is None else OperationLog(file, self.snapshot())
 
     # Care.
-
-    def check(self) -> None:
-        """Audit every invariant. Raises `AuditError` with what is wrong. O(blocks + tokens)."""
-        audit.check(self._core)
 
     def adopt(self) -> None:
         """Make the calling thread the owner. The thread that owned the allocator must not be using it."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from pagedkern.allocator import observe
+from pagedkern.allocator import audit, observe
+from pagedkern.allocator.arguments import Salt, Tokens, tenant, token_ids
 from pagedkern.allocator.core import Core
+from pagedkern.allocator.observe import BlockEvent, digests
 from pagedkern.allocator.sequence import Sequence
 
 
 class Facts:
-    """The properties of `BlockAllocator` that only look. O(1), but for `sequences`."""
+    """The part of `BlockAllocator` that only looks. Properties are O(1), but for `sequences` and `events`."""
 
     _core: Core
 
@@ -51,6 +53,25 @@ class Facts:
     def stats(self) -> dict[str, int]:
         """Counts of what there is and of what has been done, and high-water marks. O(1)."""
         return observe.stats(self._core)
+
+    @property
+    def events(self) -> list[BlockEvent]:
+        """What has been stored and removed since the last look, in order. Empty without `record_events`.
+
+        Empty also inside a transaction, which may yet be taken back: its events come after the outermost one has ended.
+        """
+        core = self._core
+        return [] if core.events is None or core.transactions or core.busy else core.events.drain()
+
+    def digests(self, tokens: Tokens, *, salt: Salt = None) -> list[bytes]:
+        """The SHA-256 of each full block of a prompt, as `BlockEvent.digest` has it: equal in all processes.
+        O(tokens).
+        """
+        return digests(self._core.prefix.chunks(token_ids("tokens", tokens).tobytes()), tenant(salt))
+
+    def check(self) -> None:
+        """Audit every invariant. Raises `AuditError` with what is wrong. O(blocks + tokens)."""
+        audit.check(self._core)
 
     def __repr__(self) -> str:
         return (
