@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 _LOAD = re.compile(r"(LDG|LDGSTS)\b[.\w]*")
@@ -37,6 +38,7 @@ class Usage:
         return sum(count for size, count in self.loads.items() if size >= 16)
 
 
+@cache
 def usage(cubin: bytes) -> Usage:
     """Of the one kernel in `cubin`."""
     import triton

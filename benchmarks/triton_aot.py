@@ -16,10 +16,12 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,7 @@ class Cell:
     kv_dtype: str = "bfloat16"
     group: int = 4
     features: bool = False  # window, softcap, ALiBi, sinks and lse, or none of them
-    config: int | None = None  # which of `configs()`; None: the default
+    config: int | None = None  # which of `configs()`, counted around; None: the default
 
 
 @dataclass(frozen=True)
@@ -86,21 +88,30 @@ class Failed:
 Result = Compiled | Failed
 
 
-def grid() -> list[Cell]:
-    """The representative grid: every head_dim, dtype, group and set of features, for decode and prefill."""
-    cells = [
-        Cell(capability, op, *dims, *dtypes, group, features)
-        for dims, dtypes, group, features, op, capability in itertools.product(
-            HEAD_DIMS, DTYPES, GROUPS, [False, True], ["decode", "prefill"], CAPABILITIES
-        )
-    ]
-    for capability, dtypes in itertools.product(CAPABILITIES, DTYPES):
-        cells.append(Cell(capability, "write_kv", 128, 128, *dtypes))
-        cells.append(Cell(capability, "copy_blocks", 128, 128, *dtypes))
-    return cells
+def attention_grid() -> list[Cell]:
+    """Every head_dim, dtype, group and set of features, for decode and prefill."""
+    axes = itertools.product(HEAD_DIMS, DTYPES, GROUPS, [False, True], ["decode", "prefill"], CAPABILITIES)
+    return [Cell(capability, op, *dims, *dtypes, group, on) for dims, dtypes, group, on, op, capability in axes]
+
+
+def store_grid() -> list[Cell]:
+    """Writing and copying, for every dtype."""
+    axes = itertools.product(["write_kv", "copy_blocks"], DTYPES, CAPABILITIES)
+    return [Cell(capability, op, 128, 128, *dtypes) for op, dtypes, capability in axes]
 
 
 # In a worker
+
+
+def _die_with_parent(parent: int) -> None:
+    """Whoever ends the command ends its workers, also in the middle of a cell."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def compile_cell(cell: Cell) -> list[Result]:
@@ -162,8 +173,7 @@ def _launched(cell: Cell) -> list[Any]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from pagedkern.backends import load
-    from pagedkern.backends.triton import launch
+    from pagedkern.backends.triton import TritonBackend, launch
 
     kernels: list[Any] = []
     run = JITFunction.run
@@ -174,11 +184,12 @@ def _launched(cell: Cell) -> list[Any]:
 
     driver.set_active(_Driver(cell.capability))
     capability = divmod(cell.capability, 10)
+    launch.native_fp8.cache_clear()  # it remembers the capability of a device
     with (
         mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(launch, "capability", lambda device: capability),
+        mock.patch("torch.cuda.get_device_capability", return_value=capability),
     ):
-        _call(load("triton"), cell)
+        _call(TritonBackend(), cell)
     return [kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels]
 
 
@@ -253,7 +264,8 @@ def _attention(backend: Any, cell: Cell, k_cache: Any, v_cache: Any, scales: Any
     if cell.config is None:
         config = backend.default_config(problem)
     else:
-        config = list(backend.configs(problem))[cell.config]
+        offered = list(backend.configs(problem))
+        config = offered[cell.config % len(offered)]
     backend.attention(call, config)
 
 
@@ -265,20 +277,23 @@ def compile_all(cells: Iterable[Cell], workers: int) -> Iterator[Result]:
     with tempfile.TemporaryDirectory() as cache:
         os.environ.pop("TRITON_INTERPRET", None)
         os.environ["TRITON_CACHE_DIR"] = cache
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(workers, get_context("spawn"), _die_with_parent, (os.getpid(),)) as pool:
             for results in pool.map(compile_cell, cells):
                 yield from results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th cell of the grid")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th cell of the grids")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="write the results to this file as a Markdown page")
     parser.add_argument("--json", action="store_true", help="print the results as JSON, one a line")
     parser.add_argument("--cells", action="store_true", help="read the cells from standard input, as JSON, one a line")
     options = parser.parse_args()
-    cells = [Cell(**json.loads(line)) for line in sys.stdin] if options.cells else grid()[:: options.every]
+    if options.cells:
+        cells = [Cell(**json.loads(line)) for line in sys.stdin]
+    else:
+        cells = attention_grid()[:: options.every] + store_grid()[:: options.every]
     results: list[Result] = []
     for result in compile_all(cells, options.workers):
         results.append(result)
