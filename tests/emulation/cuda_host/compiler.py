@@ -26,6 +26,7 @@ have loaded first (LD_PRELOAD)."""
 COMMON = ["-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions"]
 COMMON += ["-U_FORTIFY_SOURCE"]  # it takes a jump out of a fiber for a mistake
 KERNEL = ["-O1", "-w", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-stack-protector"]
+KERNEL += ["-ftrivial-auto-var-init=pattern"]  # what registers hold before they are set is large and not chance
 CHECKS = "thread,alignment,bounds,signed-integer-overflow,shift"  # what they call is in runtime/checks.cpp
 MODES: Mapping[Mode, tuple[list[str], list[str]]] = {  # of kernels, of the runtime
     "plain": ([], ["-O2"]),

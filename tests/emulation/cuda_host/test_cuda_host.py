@@ -197,6 +197,13 @@ def test_uninitialised_memory_changes_with_the_poison() -> None:
     assert not torch.equal(*results)
 
 
+@any_order
+def test_uninitialised_registers_are_not_left_to_chance() -> None:
+    x = torch.zeros(64, dtype=torch.int32)
+    run("wrong", x, 24, threads=64)
+    assert x.unique().tolist() == [-0x01010102]  # 0xFE in every byte
+
+
 # ---- reports
 
 REPORTS = {

@@ -212,6 +212,12 @@ PLAIN wrong(int *x, int fault) {
     x[i] = local[i % 5];
     break;
   }
+  case 24: {
+    int local[4];
+    if (x[i]) local[1] = 0;
+    x[i] = local[i % 4];
+    break;
+  }
   case 22: x[i] = 1 << (x[i] + i); break;
   case 18: pagedkern_host::cp_async(x, x, 16, 16); break;
   case 19: {

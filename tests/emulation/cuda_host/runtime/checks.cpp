@@ -240,6 +240,7 @@ PAGEDKERN_UNDEFINED_(out_of_bounds, "indexes an array out of its bounds")
 PAGEDKERN_UNDEFINED_(add_overflow, "overflows a signed integer by addition")
 PAGEDKERN_UNDEFINED_(sub_overflow, "overflows a signed integer by subtraction")
 PAGEDKERN_UNDEFINED_(mul_overflow, "overflows a signed integer by multiplication")
+PAGEDKERN_UNDEFINED_(divrem_overflow, "overflows a signed integer by division")
 PAGEDKERN_UNDEFINED_(negate_overflow, "overflows a signed integer by negation")
 PAGEDKERN_UNDEFINED_(shift_out_of_bounds, "shifts by too many bits, or a negative number,")
 
