@@ -88,12 +88,14 @@ class BlockAllocator(Facts):
     # Sequences.
 
     @operation
-    def can_allocate(self, tokens: int | Tokens, *, salt: Salt = None) -> Verdict:
-        """Whether `create(tokens)` would succeed with the watermark kept: `OK`, `LATER`, or `NEVER`. Changes nothing.
+    def can_allocate(self, tokens: int | Tokens, *, salt: Salt = None, spare_blocks: int = 0) -> Verdict:
+        """Whether `create(tokens)` would succeed and leave the watermark and so many spare blocks: `OK`, `LATER`, or
+        `NEVER`. Changes nothing.
 
         `NEVER` when the prompt needs more blocks than the pool has above the watermark, cached or not. O(tokens).
         """
         core = self._core
+        kept = self._reserve + integer("spare_blocks", spare_blocks, 0)
         ids, length, shares = self._prompt(tokens)
         need = core.num_blocks_for(length)
         if need > self.num_blocks - self._reserve:
@@ -101,7 +103,7 @@ class BlockAllocator(Facts):
         root = core.prefix.peek_root(tenant(salt))
         hits = [b for b in core.prefix.match(root, ids.tobytes()) if b >= 0] if shares else []
         free = core.pool.num_free - core.pool.num_idle_of(hits)
-        return Verdict.OK if need - len(hits) + self._reserve <= free else Verdict.LATER
+        return Verdict.OK if need - len(hits) + kept <= free else Verdict.LATER
 
     @operation
     def create(self, tokens: int | Tokens, *, salt: Salt = None, priority: int = 0) -> Sequence:

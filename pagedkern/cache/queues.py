@@ -72,7 +72,8 @@ class Streams:
                 work()
 
     def record(self, queue: str) -> torch.cuda.Event:
-        return self._stream(queue).record_event()
+        event: torch.cuda.Event = self._stream(queue).record_event()
+        return event
 
     def wait(self, queue: str, event: torch.cuda.Event) -> None:
         self._stream(queue).wait_event(event)

@@ -64,26 +64,30 @@ def prefers_swap(state: State, request: Request) -> bool:
 
 
 def can_start(state: State, request: Request) -> bool:
-    """Whether the first that does not run may run now: the watermark is kept, unless nothing runs that could grow.
+    """Whether the first that does not run may run now: the watermark is kept, and what is promised to others, unless
+    nothing runs that could grow.
 
-    O(1) if no block has become free since it was refused, else O(tokens).
+    O(requests that run) if no block has become free since it was refused, else O(tokens) more.
     """
     if not state.running:
         return True
     if state.num_seqs + len(request._unfinished) > state.max_num_seqs:
         return False
-    refused, free_then = state.refusal
-    free = state.allocator.num_free_blocks
-    if refused == request.id and free <= free_then:
+    refused, room_then = state.refusal
+    promised = state.num_promised
+    room = state.allocator.num_free_blocks - promised
+    if refused == request.id and room <= room_then:
         return False
     samples, prompt = request._unfinished, len(request.prompt)
     if request._stage is not Stage.SWAPPED and (len(samples) == 1 or request._stage is Stage.WAITING):
-        verdict = state.allocator.can_allocate(samples[0]._text(0, samples[0]._known), salt=request.salt)
+        ids = samples[0]._text(0, samples[0]._known)
+        spare = promised + len(samples) - 1
+        verdict = state.allocator.can_allocate(ids, salt=request.salt, spare_blocks=spare)
     else:  # more is shared than this counts, if others have the same prompt
         num_blocks = state.blocks_of(prompt, [sample._known for sample in samples])
-        verdict = state.allocator.can_allocate(num_blocks * state.allocator.block_size)
+        verdict = state.allocator.can_allocate(num_blocks * state.allocator.block_size, spare_blocks=promised)
     if verdict is not Verdict.OK:
-        state.refusal = (request.id, free)
+        state.refusal = (request.id, room)
     return verdict is Verdict.OK
 
 

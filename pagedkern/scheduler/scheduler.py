@@ -31,8 +31,9 @@ class Scheduler:
                 ...                                    # sample.tokens, sample.finish_reason
 
     **Who runs.** Every batch computes one token for each sample that decodes, and fills the rest of the token budget
-    with prompts, in chunks if need be, all in the order of arrival. A waiting request is admitted when the allocator
-    says `OK`, its watermark kept; nobody overtakes. First tokens therefore come in the order of arrival.
+    with prompts, in chunks if need be, all in the order of arrival. A waiting request is admitted when there are blocks
+    for its prompt and one for each further sample, the allocator's watermark kept; nobody overtakes. First tokens
+    therefore come in the order of arrival.
 
     **Who makes room.** When blocks are lacking, the request that arrived last is preempted, by swapping its blocks to
     the host or by giving them up and computing them again. It is resumed before anybody is admitted. Swaps never hold
@@ -90,12 +91,19 @@ class Scheduler:
         prompt, last = integer("num_tokens", num_tokens, 1), integer("max_tokens", max_tokens, 1)
         count, state = integer("n", n, 1), self._state
         allocator = state.allocator
-        verdict = allocator.can_allocate(prompt)
-        if self._most_blocks(prompt, last, count) > allocator.num_blocks or count > state.max_num_seqs:
+        verdict = allocator.can_allocate(prompt, spare_blocks=state.num_promised + count - 1)
+        if self.most_blocks(prompt, max_tokens=last, n=count) > allocator.num_blocks or count > state.max_num_seqs:
             return Verdict.NEVER
         if verdict is Verdict.OK and (state.waiting or state.preempted or state.num_seqs + count > state.max_num_seqs):
             return Verdict.LATER
         return verdict
+
+    def most_blocks(self, num_tokens: int, *, max_tokens: int, n: int = 1) -> int:
+        """Blocks that a request with a prompt of so many tokens can need, alone and to its end: the smallest pool that
+        it can run in, watermark aside. The last token is sampled, but never written. O(n).
+        """
+        prompt, last = integer("num_tokens", num_tokens, 1), integer("max_tokens", max_tokens, 1)
+        return self._state.blocks_of(prompt, [prompt + last - 1] * integer("n", n, 1))
 
     def add(
         self,
@@ -130,8 +138,8 @@ class Scheduler:
         if self.can_add(len(ids), max_tokens=last, n=count) is Verdict.NEVER:
             raise InvalidArgument(
                 f"prompt: {len(ids)} tokens and max_tokens={last} for n={count} need up to "
-                f"{self._most_blocks(len(ids), last, count)} blocks, the pool has {state.allocator.num_blocks}, from "
-                f"which the prompt must leave the watermark free: it can never run"
+                f"{self.most_blocks(len(ids), max_tokens=last, n=count)} blocks, the pool has "
+                f"{state.allocator.num_blocks}, from which the prompt must leave the watermark free: it can never run"
             )
         level, owner = integer("priority", priority, 0, 3), tenant(salt)
         request = Request(state.num_requests + 1, ids, last, count, ends, owner, level)
@@ -243,10 +251,6 @@ class Scheduler:
             raise InvalidType(f"batch: got {type(batch).__name__}, a Batch is accepted")
         if batch is not self._state.batch:
             raise InvalidArgument(f"batch: {batch.id} is not in flight in this scheduler")
-
-    def _most_blocks(self, prompt: int, max_tokens: int, n: int) -> int:
-        """Blocks that a request can need. The last token is sampled, but never written."""
-        return self._state.blocks_of(prompt, [prompt + max_tokens - 1] * n)
 
     def __repr__(self) -> str:
         state = self._state

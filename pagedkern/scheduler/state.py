@@ -43,7 +43,7 @@ class State:
         self.num_batches = 0
         self.num_requests = 0
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.refusal = (0, 0)  # the request that had no room the last time, and the blocks that were free then
+        self.refusal = (0, 0)  # the request that had no room the last time, and the blocks that there were
         self.journal = Journal()
 
     @contextmanager
@@ -64,6 +64,13 @@ class State:
     def num_seqs(self) -> int:
         """Sequences that the running requests have, or will have once their prompts are computed."""
         return sum(len(request._unfinished) for request in self.running)
+
+    @property
+    def num_promised(self) -> int:
+        """Blocks that requests whose prompts are being computed need at once when they are: each sample but one a last
+        block of its own. O(requests that run).
+        """
+        return sum(len(request._unfinished) - 1 for request in self.running if request._prefilling)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.block_size)

@@ -282,6 +282,22 @@ def test_prompt_larger_than_the_pool_is_refused_at_once() -> None:
     assert allocator.can_allocate(prompt(0, 12)) is Verdict.OK
 
 
+def test_spare_blocks_come_on_top_of_the_watermark() -> None:
+    allocator = BlockAllocator(10, 4, watermark=0.2)
+    assert allocator.can_allocate(16, spare_blocks=4) is Verdict.OK
+    assert allocator.can_allocate(16, spare_blocks=5) is Verdict.LATER
+    allocator.free(computed(allocator, prompt(0, 16)))
+    assert allocator.can_allocate(prompt(0, 16), spare_blocks=4) is Verdict.OK, "what is cached must be kept, too"
+    assert allocator.can_allocate(prompt(0, 16), spare_blocks=5) is Verdict.LATER
+    owner = allocator.create([*prompt(0, 16), 7])
+    assert allocator.can_allocate(prompt(0, 16), spare_blocks=3) is Verdict.OK, "shared with its owner"
+    assert allocator.can_allocate(prompt(0, 16), spare_blocks=4) is Verdict.LATER
+    allocator.free(owner)
+    assert allocator.can_allocate(36, spare_blocks=0) is Verdict.NEVER
+    assert allocator.can_allocate(4, spare_blocks=10**6) is Verdict.LATER, "the prompt by itself is not too large"
+    allocator.check()
+
+
 def test_cached_blocks_that_are_revived_count_against_capacity() -> None:
     allocator = BlockAllocator(4, 4)
     seq = computed(allocator, prompt(0, 8))

@@ -85,6 +85,8 @@ WRONG: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "priority -1": (lambda s: s.a.create(1, priority=-1), InvalidArgument, "priority: got -1"),
     "can_allocate -1": (lambda s: s.a.can_allocate(-1), InvalidArgument, "tokens: got -1"),
     "can_allocate salt": (lambda s: s.a.can_allocate([1], salt={}), InvalidType, "salt: got dict"),
+    "spare_blocks -1": (lambda s: s.a.can_allocate(1, spare_blocks=-1), InvalidArgument, "spare_blocks: got -1"),
+    "spare_blocks None": (lambda s: s.a.can_allocate(1, spare_blocks=None), InvalidType, "spare_blocks: got None"),
     "prefill a sequence": (lambda s: s.a.prefill(s.fresh), InvalidType, "seqs: got Sequence, a list"),
     "prefill None": (lambda s: s.a.prefill(None), InvalidType, "seqs: got NoneType"),
     "prefill ints": (lambda s: s.a.prefill([1]), InvalidType, r"seqs\[0\]: got int, a Sequence"),

@@ -342,7 +342,7 @@ def test_a_fault_at_any_call_of_the_allocator(policy: str, monkeypatch: pytest.M
     faults: list[int] = []
     engine = Engine(9, 4, num_host_blocks=12, policy=policy, token_budget=12, audits=False)
     scheduler = engine.scheduler
-    requests = [scheduler.add(prompt_of(6 + i, i), max_tokens=8, n=1 + i % 2) for i in range(5)]
+    requests = [scheduler.add(prompt_of(6 + i, i), max_tokens=8, n=1 + i % 2) for i in range(6)]
     victim = scheduler.add(prompt_of(9), max_tokens=8, n=2)
     turn = 0
     while scheduler.has_work:
