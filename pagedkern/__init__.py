@@ -25,6 +25,7 @@ _HOMES = {  # module: the public names that live there
     ),
     "pagedkern.allocator": ("BlockAllocator", "Sequence", "Step", "Verdict"),
     "pagedkern.cache": ("KVCache",),
+    "pagedkern.autotune.recommend": ("Recommendation", "recommend"),
     "pagedkern.backends": ("BackendInfo",),
     "pagedkern.ops": ("Choice", "copy_blocks", "explain", "merge_states", "paged_attention", "write_kv"),
 }
@@ -43,6 +44,7 @@ __all__ = [
     "KVCache",
     "OutOfBlocks",
     "PagedKernError",
+    "Recommendation",
     "Sequence",
     "StaleSequence",
     "Step",
@@ -54,6 +56,7 @@ __all__ = [
     "explain",
     "merge_states",
     "paged_attention",
+    "recommend",
     "write_kv",
 ]
 
@@ -74,6 +77,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from pagedkern.allocator import BlockAllocator, Sequence, Step, Verdict
+    from pagedkern.autotune.recommend import Recommendation, recommend
     from pagedkern.backends import BackendInfo, backends
     from pagedkern.cache import KVCache
     from pagedkern.errors import (

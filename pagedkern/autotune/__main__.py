@@ -146,7 +146,7 @@ def show_command(argv: Sequence[str]) -> int:
     elif stored:
         report.show_stored(Console(), stored)
     else:
-        sys.stdout.write(f"Nothing is stored in {store.directory()}. Run {PROG} to change that.\n")
+        sys.stdout.write(f"Nothing is stored in {files.directory()}. Run {PROG} to change that.\n")
     return 0
 
 

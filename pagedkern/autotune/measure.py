@@ -1,7 +1,8 @@
 """The tensors of a workload, the check that a candidate computes it, and the clock.
 
 The problem that is timed is also hostile: unused slots and one unused block hold NaN, unused table entries hold
-garbage, the output is NaN before the check. The truth is attention in float64, computed here from the formula.
+garbage, the output is NaN before the check. The truth is attention in float64, computed from the formula. Before that,
+a candidate must compute the small problem of `hostile`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 from pagedkern import ops
+from pagedkern.autotune.hostile import GARBAGE, Hostile, dense, poison, scatter, stored
 from pagedkern.autotune.space import Candidate, Space, copies
 from pagedkern.autotune.store import device as machine
 
-GARBAGE = 2**31 - 1  # block id in unused table entries
 SCALES = {"int8": 0.03, "float8_e4m3fn": 0.25, "float8_e5m2": 0.25}  # of a quantized cache
+PRODUCT = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrix product that is timed
 
 
 class Bench:
@@ -28,11 +30,11 @@ class Bench:
         self.workload = w = space.workload
         self.copies = copies(w.device, w.kv_bytes)
         self._generator = torch.Generator(w.device).manual_seed(seed)
-        dtype, kv_dtype = getattr(torch, w.dtype), getattr(torch, w.kv_dtype)
+        self._dtypes = getattr(torch, w.dtype), getattr(torch, w.kv_dtype)
         self._scale = SCALES.get(w.kv_dtype, 1.0)
-        self._q = self._random(w.num_seqs * w.query_len, w.num_heads, w.head_dim).to(dtype)
+        self._q = self._random(w.num_seqs * w.query_len, w.num_heads, w.head_dim).to(self._dtypes[0])
         self._k, self._v = (  # [S, L, G, D]
-            _stored(self._random(w.num_seqs, w.context, w.num_kv_heads, w.head_dim) / self._scale, kv_dtype)
+            stored(self._random(w.num_seqs, w.context, w.num_kv_heads, w.head_dim) / self._scale, self._dtypes[1])
             for _ in range(2)
         )
         self._out = torch.empty_like(self._q)
@@ -40,12 +42,14 @@ class Bench:
         starts = torch.arange(w.num_seqs + 1, dtype=torch.int32, device=w.device) * w.query_len
         self._starts = None if w.kind == "decode" else starts
         self._truth = self._dense(torch.float64)
-        own_error = (self._dense(dtype).double() - self._truth).abs().max().item()
+        own_error = (self._dense(self._dtypes[0]).double() - self._truth).abs().max().item()
         self.tolerance = 2 * own_error + 1e-6
         self._caches = {b: self._lay_out(b) for b in space.block_sizes}
         self._turn = dict.fromkeys(space.block_sizes, 0)
         del self._k, self._v
+        self._hostile: dict[int, Hostile] = {}  # by block size, made on first use
         self._reader: _Reader | None = None
+        self._product: Tensor | None = None
 
     def prepare(self, candidate: Candidate) -> None:
         """Run a candidate on the first sequence alone: the same kernels, compiled, in a part of the time."""
@@ -57,40 +61,73 @@ class Bench:
             pass
 
     def check(self, candidate: Candidate) -> str | None:
-        """Run a candidate on the whole problem. None if it is right, else what is wrong."""
+        """Run a candidate on the hostile and on the whole problem. None if it is right, else what is wrong."""
         self._out.fill_(math.nan)
         try:
+            hostile = self._hostile_at(candidate.block_size)
+            hostile.out.fill_(math.nan)
+            self._launch_hostile(candidate, hostile)
+            if wrong := _wrong(hostile.out, hostile.truth, hostile.tolerance):
+                return f"{wrong}, on hostile lengths"
             self._launch(candidate)
-            error = (self._out.double() - self._truth).abs().max().item()
+            return _wrong(self._out, self._truth, self.tolerance)
         except Exception as failure:  # whatever a kernel raises costs it the race, not the run
             return f"{type(failure).__name__}: {failure}".partition("\n")[0][:200]
-        if not error <= self.tolerance:
-            return f"wrong by {error:.1e}, accepted is {self.tolerance:.1e}"
-        return None
 
-    def sample(self, candidate: Candidate, repeats: int) -> float:
-        """Seconds of a call: the mean of `repeats` in a row, each on K and V that are not in the processor's cache."""
-        return _seconds(self.workload.device, lambda: self._launch(candidate), repeats)
+    def sample(self, candidate: Candidate, repeats: int, context: int | None = None) -> float:
+        """Seconds of a call: the mean of `repeats` in a row, each on K and V that are not in the processor's cache.
+
+        `context` cuts longer sequences.
+        """
+        lens = self._lens if context is None else self._lens.clamp(max=context)
+        return _seconds(self.workload.device, lambda: self._launch(candidate, lens=lens), repeats)
 
     def read_bandwidth(self) -> float:
         """Bytes per second of the plainest thing that reads memory."""
         self._reader = self._reader or _Reader(self.workload.device)
         return self._reader.sample()
 
-    def _launch(self, candidate: Candidate, num_seqs: int | None = None) -> None:
+    def product_rate(self) -> float:
+        """Floating-point operations per second of a product of two square matrices in the workload's dtype."""
+        size = PRODUCT[self.workload.device]
+        if self._product is None:
+            self._product = torch.ones(size, size, dtype=self._dtypes[0], device=self.workload.device)
+            self._product @ self._product
+        x = self._product
+        return 2 * size**3 / _seconds(self.workload.device, lambda: x @ x, 1)
+
+    def _launch(self, candidate: Candidate, num_seqs: int | None = None, lens: Tensor | None = None) -> None:
         """Call attention on the first sequences of the batch; None is all of them."""
         caches = self._caches[candidate.block_size]
-        turn = self._turn[candidate.block_size]
-        self._turn[candidate.block_size] = (turn + 1) % len(caches)
-        k_cache, v_cache, table = caches[turn]
+        k_cache, v_cache, table = caches[self._turn[candidate.block_size] % len(caches)]
+        self._turn[candidate.block_size] += 1
         scale = None if self._scale == 1.0 else self._scale
-        rows = None if num_seqs is None else num_seqs * self.workload.query_len
-        starts = self._starts if self._starts is None or num_seqs is None else self._starts[: num_seqs + 1]
+        num_seqs = self.workload.num_seqs if num_seqs is None else num_seqs
+        rows = num_seqs * self.workload.query_len
+        lens = self._lens if lens is None else lens
+        starts = None if self._starts is None else self._starts[: num_seqs + 1]
         ops.paged_attention(
-            self._q[:rows], k_cache, v_cache, table[:num_seqs], self._lens[:num_seqs], cu_seqlens_q=starts,
+            self._q[:rows], k_cache, v_cache, table[:num_seqs], lens[:num_seqs], cu_seqlens_q=starts,
             max_seqlen_q=self.workload.query_len, k_scale=scale, v_scale=scale, out=self._out[:rows],
             backend=candidate.backend, config=candidate.fields,
         )  # fmt: skip
+
+    def _launch_hostile(self, candidate: Candidate, batch: Hostile) -> None:
+        scale = None if self._scale == 1.0 else self._scale
+        ops.paged_attention(
+            batch.q, batch.k_cache, batch.v_cache, batch.table, batch.seq_lens, cu_seqlens_q=batch.starts,
+            max_seqlen_q=max(batch.query_lens), k_scale=scale, v_scale=scale, out=batch.out,
+            backend=candidate.backend, config=candidate.fields,
+        )  # fmt: skip
+
+    def _hostile_at(self, block_size: int) -> Hostile:
+        if block_size not in self._hostile:
+            w = self.workload
+            heads = (w.num_heads, w.num_kv_heads, w.head_dim)
+            decode = w.kind == "decode"
+            made = Hostile(heads, self._dtypes, block_size, decode, self._generator, self._scale)
+            self._hostile[block_size] = made
+        return self._hostile[block_size]
 
     def _lay_out(self, block_size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The caches [N, B, G, D] as views of HND memory, and a table for each copy of the workload in them."""
@@ -98,38 +135,23 @@ class Bench:
         counts = [-(-n // block_size) for n in w.seq_lens]
         num_blocks = self.copies * sum(counts) + 1  # one is nobody's
         ids = torch.randperm(num_blocks, generator=self._generator, device=w.device)
-        caches = []
-        for dense in (self._k, self._v):
-            shape = (num_blocks, w.num_kv_heads, block_size, w.head_dim)
-            poison = torch.tensor(math.nan if dense.is_floating_point() else 127.0, device=w.device).to(dense.dtype)
-            caches.append(poison.expand(shape).contiguous().transpose(1, 2))
+        shape = (num_blocks, w.num_kv_heads, block_size, w.head_dim)
+        caches = [poison(x.dtype, x.device).expand(shape).contiguous().transpose(1, 2) for x in (self._k, self._v)]
         entries = []
         first = 0
         for _ in range(self.copies):
             table = torch.full((w.num_seqs, max(counts)), GARBAGE, dtype=torch.int32, device=w.device)
             for i, (length, count) in enumerate(zip(w.seq_lens, counts, strict=True)):
                 table[i, :count] = ids[first : first + count]
-                for dense, cache in zip((self._k, self._v), caches, strict=True):
-                    _scatter(dense[i, :length], cache, ids[first : first + count])
+                for tokens, cache in zip((self._k, self._v), caches, strict=True):
+                    scatter(tokens[i, :length], cache, ids[first : first + count])
                 first += count
             entries.append((caches[0], caches[1], table))
         return entries
 
     def _dense(self, dtype: torch.dtype) -> Tensor:
-        """Attention over the contiguous K and V, computed in a dtype: softmax(q k / sqrt(D)) v, causal. [T, H, D]."""
         w = self.workload
-        group = w.num_heads // w.num_kv_heads
-        out = torch.empty_like(self._q, dtype=dtype)
-        for i, length in enumerate(w.seq_lens):
-            rows = slice(i * w.query_len, (i + 1) * w.query_len)
-            position = torch.arange(length - w.query_len, length, device=w.device)[:, None, None]
-            hidden = torch.arange(length, device=w.device) > position  # [R, 1, L]
-            for h in range(w.num_kv_heads):
-                heads = slice(h * group, (h + 1) * group)
-                k, v = (x[i, :length, h].to(dtype) * self._scale for x in (self._k, self._v))  # [L, D]
-                score = self._q[rows, heads].to(dtype) @ k.T * w.head_dim**-0.5  # [R, H/G, L]
-                out[rows, heads] = score.masked_fill(hidden, -math.inf).softmax(-1) @ v
-        return out
+        return dense(self._q, self._k, self._v, w.seq_lens, [w.query_len] * w.num_seqs, dtype, self._scale)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator, device=self.workload.device)
@@ -156,6 +178,11 @@ class _Reader:
         return self._x.nbytes / _seconds(self._device, self._way, 1)
 
 
+def _wrong(out: Tensor, truth: Tensor, tolerance: float) -> str | None:
+    error = (out.double() - truth).abs().max().item()
+    return None if error <= tolerance else f"wrong by {error:.1e}, accepted is {tolerance:.1e}"
+
+
 def _seconds(device: str, run: Callable[[], object], repeats: int) -> float:
     if device == "cpu":
         start = time.perf_counter()
@@ -169,18 +196,3 @@ def _seconds(device: str, run: Callable[[], object], repeats: int) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) * 1e-3 / repeats
-
-
-def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.clamp(-127, 127).round().to(dtype) if dtype == torch.int8 else x.to(dtype)
-
-
-def _scatter(tokens: Tensor, cache: Tensor, blocks: Tensor) -> None:
-    """Put tokens [L, G, D] into blocks of a cache [N, B, G, D]; the rest of the last block stays as it is."""
-    if tokens.element_size() == 1:  # torch indexes bytes on every device, float8 not
-        tokens, cache = tokens.view(torch.uint8), cache.view(torch.uint8)
-    block_size = cache.shape[1]
-    full = len(tokens) // block_size
-    cache[blocks[:full]] = tokens[: full * block_size].unflatten(0, (full, block_size))
-    if full < len(blocks):
-        cache[blocks[full], : len(tokens) - full * block_size] = tokens[full * block_size :]

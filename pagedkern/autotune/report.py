@@ -9,7 +9,8 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pagedkern.autotune.search import COMPILING, ERROR_RATE, LAYING_OUT, MIN_ROUNDS, compare
+from pagedkern.autotune.decision import ERROR_RATE, MIN_ROUNDS, compare
+from pagedkern.autotune.search import COMPILING, LAYING_OUT
 from pagedkern.autotune.store import MIN_GAIN, Stored
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.tune import Outcome, Run

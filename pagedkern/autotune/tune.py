@@ -1,17 +1,25 @@
-"""One run from end to end: for each problem measure, decide, store."""
+"""One run from end to end: for each problem measure, decide, store; then foretell what each block size gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
+from pagedkern.autotune import profile as profiles
+from pagedkern.autotune import records, store
 from pagedkern.autotune import space as spaces
-from pagedkern.autotune import store
-from pagedkern.autotune.search import LAYING_OUT, Log, Pick, Runner, Tell, Verdict, decide, search
+from pagedkern.autotune.decision import Verdict, decide
+from pagedkern.autotune.log import Log
+from pagedkern.autotune.objective import Score, score
+from pagedkern.autotune.profile import Profile, Shape
+from pagedkern.autotune.search import LAYING_OUT, Runner, Tell, search, sweep_lengths
 from pagedkern.autotune.space import Candidate, Space, Workload
 from pagedkern.autotune.store import device as machine
+from pagedkern.autotune.store import profiles as stored
+from pagedkern.autotune.workloads import Model, Traffic
 
 MakeRunner = Callable[[Space, int], Runner]
 
@@ -44,6 +52,16 @@ class Outcome:
         return median(shares) if shares else None
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the block sizes come to for one workload."""
+
+    traffic: Traffic
+    model: Model
+    memory: int  # bytes of the cache
+    scores: tuple[Score, ...]
+
+
 @dataclass(slots=True)
 class Run:
     """What a run came to."""
@@ -52,6 +70,9 @@ class Run:
     outcomes: list[Outcome] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)  # "backend: why it was not measured"
     interrupted: bool = False
+    profile: Profile | None = None  # what is known of the machine now
+    served: list[Served] = field(default_factory=list)
+    records: Path | None = None  # where the measurements are
 
     @property
     def exit_code(self) -> int:
@@ -64,51 +85,125 @@ class Run:
         return 0 if self.outcomes and all(o.verdict.winners or o.kept_untuned for o in self.outcomes) else 1
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be measured."""
+
+    workloads: Sequence[Workload]
+    block_sizes: Sequence[int]
+    backends: Sequence[str] = ()  # none: all that are usable
+    budget: float = 60.0  # seconds
+    seed: int = 0
+    exhaustive: bool = False
+
+
 def tune(
-    workloads: list[Workload],
-    block_sizes: list[int],
-    backends: list[str],
-    budget: float,
-    seed: int = 0,
+    order: Order,
+    *,
+    journal: Path | None = None,
+    resume: bool = False,
     tell: Tell = lambda *_: None,
     make_runner: MakeRunner | None = None,
     run: Run | None = None,
 ) -> Run:
-    """Tune each workload in its share of `budget` seconds and store what the measurements support.
+    """Tune each problem in its share of the budget and store what the measurements support.
 
     Laying out the caches and compiling the kernels is not counted. What one problem leaves of its time the next one
     has. KeyboardInterrupt ends the run and keeps what was measured.
-    `run` is filled in as results come, for a caller that wants them even if this function raises.
+
+    Args:
+        journal: where to write every measurement as it comes; None writes none.
+        resume: go on with what the journal holds, if it is of the same problems, candidates and code.
+        make_runner: what measures; None is a worker process of its own, see `isolate`.
+        run: filled in as results come, for a caller that wants them even if this function raises.
     """
-    make_runner = make_runner or _bench
-    if run is None:
-        run = Run(machine.identity(workloads[0].device))
-    left = budget
+    device = order.workloads[0].device
+    run = run if run is not None else Run(machine.identity(device))
+    if make_runner is None:
+        from pagedkern.autotune.isolate import Workers
+
+        workers = Workers()
+        make_runner = workers.runner
+    else:
+        workers = None
     try:
-        usable, run.unusable = spaces.usable_backends(workloads[0].device, backends)
-        for i, workload in enumerate(workloads if usable else ()):
-            space = spaces.candidates(workload, block_sizes, usable)
-            log = Log()
-            run.outcomes.append(Outcome(space, log, decide(space, log)))
-            if not space.candidates:
-                continue
-            say = _with_prefix(workload.kind, tell)
-            say(LAYING_OUT, None, None)
-            left -= search(space, make_runner(space, seed), log, left / (len(workloads) - i), say, seed=seed)
-            _conclude(run.outcomes[-1])
-            if log.ended == "interrupted":
-                raise KeyboardInterrupt
+        usable, run.unusable = spaces.usable_backends(device, list(order.backends))
+        planned = [spaces.candidates(w, order.block_sizes, usable) for w in order.workloads] if usable else []
+        logs, path = _logs(planned, journal, resume)
+        book = _open(path, run, planned, logs)
+        _measure(run, order, planned, logs, make_runner, tell)
+        if book is not None:
+            book.__exit__(None, None, None)
     except KeyboardInterrupt:
         run.interrupted = True
+    finally:
+        if workers is not None:
+            workers.close()
+    _profile(run)
     return run
+
+
+def serve(run: Run, traffics: Sequence[Traffic], model: Model, memory: int) -> None:
+    """Fill in what the block sizes come to for workloads, from the rates that were measured."""
+    if run.profile is not None:
+        for traffic in traffics:
+            scores = score(traffic, traffic.model or model, run.profile.rates, memory)
+            run.served.append(Served(traffic, traffic.model or model, memory, tuple(scores)))
+
+
+def _measure(
+    run: Run, order: Order, planned: Sequence[Space], logs: Sequence[Log], make_runner: MakeRunner, tell: Tell
+) -> None:
+    left = order.budget
+    for i, (space, log) in enumerate(zip(planned, logs, strict=True)):
+        outcome = Outcome(space, log, decide(space, log))
+        run.outcomes.append(outcome)
+        if not space.candidates:
+            continue
+        say = _with_prefix(space.workload.kind, tell)
+        say(LAYING_OUT, None, None)
+        runner = make_runner(space, order.seed)
+        share = left / (len(planned) - i)
+        left -= search(space, runner, log, share, say, seed=order.seed, exhaustive=order.exhaustive)
+        _conclude(outcome)
+        if log.ended == "interrupted":
+            raise KeyboardInterrupt
+        if space.workload.kind == "decode" and (picks := outcome.verdict.picks.get(space.baseline.block_size)):
+            sweep_lengths(space, runner, log, [pick.candidate for pick in picks.values()], say)
+
+
+def _logs(planned: Sequence[Space], journal: Path | None, resume: bool) -> tuple[list[Log], Path | None]:
+    """Logs to begin with: those of the journal if it can be gone on with, else empty ones."""
+    if journal is not None and resume and journal.exists():
+        code = [records.code_of(space) for space in planned]
+        taken = records.take_up(records.load(journal), planned, code)
+        if taken is not None:
+            for log in taken:
+                log.ended = ""
+            return taken, journal
+    return [Log() for _ in planned], journal
+
+
+def _open(path: Path | None, run: Run, planned: Sequence[Space], logs: Sequence[Log]) -> records.Journal | None:
+    """Begin the journal with what is known. A place that cannot be written costs the records, not the run."""
+    if path is None:
+        return None
+    try:
+        book = records.Journal(path)
+    except OSError:
+        return None
+    run.records = path
+    book.begin(run.device)
+    for space, log in zip(planned, logs, strict=True):
+        book.follow(space, log)
+    return book
 
 
 def _conclude(outcome: Outcome) -> None:
     """Decide, and store a choice for each block size that was decided."""
     outcome.verdict = decide(outcome.space, outcome.log)
-    for block_size, picks in outcome.verdict.picks.items():
+    for block_size, choices in profiles.choices_of(outcome.space, outcome.log, outcome.verdict).items():
         problem = outcome.space.workload.problem(block_size)
-        choices = {name: _tuned(outcome, block_size, pick) for name, pick in picks.items()}
         try:
             outcome.stored[block_size] = store.save(problem, choices)
         except OSError as error:
@@ -116,30 +211,21 @@ def _conclude(outcome: Outcome) -> None:
             return
 
 
-def _tuned(outcome: Outcome, block_size: int, pick: Pick) -> store.Tuned:
-    workload = outcome.space.workload
-    problem = workload.problem(block_size)
-    untuned = outcome.space.untuned(block_size)
-    return store.Tuned(
-        config=pick.candidate.fields,
-        seconds=outcome.log.seconds(pick.candidate) or 0.0,
-        untuned=pick.candidate == untuned,
-        gain=pick.gain.ratio,
-        gain_low=pick.gain.low,
-        rounds=pick.gain.rounds,
-        default=str(untuned),
-        num_seqs=problem.num_seqs,
-        num_tokens=problem.num_tokens,
-        max_seqlen_q=problem.max_seqlen_q,
-        max_seqlen_k=problem.max_seqlen_k,
-        context=workload.context,
-    )
-
-
-def _bench(space: Space, seed: int) -> Runner:
-    from pagedkern.autotune.measure import Bench  # imports torch
-
-    return Bench(space, seed)
+def _profile(run: Run) -> None:
+    """The rates of the machine, stored for `recommend`."""
+    picks = [{b: pick.candidate for b, pick in o.verdict.winners.items()} for o in run.outcomes]
+    rates = profiles.rates_of([o.space for o in run.outcomes], [o.log for o in run.outcomes], picks)
+    if rates is None:
+        return
+    workloads = [o.space.workload for o in run.outcomes]
+    code = {c.backend: machine.code(c.backend) for o in run.outcomes for c in o.space.candidates}
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    measured = "; ".join(f"{w.kind}: {w}" for w in workloads)
+    run.profile = Profile(run.device, Shape.of(workloads[0]), rates, code, now, measured)
+    try:
+        stored.save_rates(profiles.to_json(run.profile), run.profile.shape.name())
+    except OSError as error:
+        run.outcomes[0].not_stored = run.outcomes[0].not_stored or f"{type(error).__name__}: {error}"
 
 
 def _with_prefix(kind: str, tell: Tell) -> Tell:

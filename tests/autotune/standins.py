@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -87,3 +90,65 @@ class Absent(Tunable):
 class Emulated(Tunable):
     def probe(self) -> Probe:
         return Probe(True, "an interpreter", emulated=True)
+
+
+class Crashes(Tunable):
+    """With a signal, as a kernel that writes where it must not."""
+
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        if config == TunableConfig(32):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        super().attention(call, config)
+
+
+class Exits(Tunable):
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        os._exit(3)
+
+
+class Hangs(Tunable):
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        if config == TunableConfig(128):
+            time.sleep(1000)
+        super().attention(call, config)
+
+
+class HangsLater(Tunable):
+    """When it has been right often enough to be trusted."""
+
+    calls: ClassVar[int] = 0
+
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        if config == TunableConfig(128):
+            HangsLater.calls += 1
+            if HangsLater.calls > 4:
+                time.sleep(1000)
+        super().attention(call, config)
+
+
+class EatsMemory(Tunable):
+    """Takes what it gets, and does not give it back."""
+
+    eaten: ClassVar[list[bytearray]] = []
+
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        if config == TunableConfig(32):
+            for _ in range(400):
+                self.eaten.append(bytearray(1 << 26))
+        super().attention(call, config)
+
+
+class WrongAtFullBlocks(Tunable):
+    """Plausible: a value that is off only where a sequence ends with its block."""
+
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        super().attention(call, config)
+        full = (call.seq_lens % call.k_cache.shape[1] == 0) & (call.seq_lens > 0)
+        if call.cu_seqlens_q is None:
+            call.out[full] *= 1.01
+
+
+class Prints(Tunable):
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        os.write(1, b"a kernel that prints\n")
+        super().attention(call, config)

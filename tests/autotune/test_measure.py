@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pagedkern.autotune.measure import GARBAGE, Bench
+from pagedkern.autotune.hostile import GARBAGE
+from pagedkern.autotune.measure import Bench
 from pagedkern.autotune.space import Candidate, Space, Workload, candidates, workloads
 from pagedkern.autotune.store import device
 from pagedkern.backends.base import ITEMSIZE

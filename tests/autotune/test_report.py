@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from pagedkern.autotune import report, store
-from pagedkern.autotune.search import Log, decide
+from pagedkern.autotune.decision import decide
+from pagedkern.autotune.log import Log
 from pagedkern.autotune.space import Candidate, Space, Workload, workloads
 from pagedkern.autotune.store import Tuned
 from pagedkern.autotune.tune import Outcome, Run

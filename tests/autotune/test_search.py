@@ -13,7 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedkern.autotune import search as searching
-from pagedkern.autotune.search import MIN_ROUNDS, Gain, Log, compare, decide, lower_bound, rounds_needed, search
+from pagedkern.autotune.decision import (
+    ERROR_RATE,
+    MIN_ROUNDS,
+    Gain,
+    compare,
+    decide,
+    lower_bound,
+    rounds_needed,
+)  # fmt: skip
+from pagedkern.autotune.log import Log
+from pagedkern.autotune.search import search
 from pagedkern.autotune.space import Candidate, Space, workloads
 from pagedkern.autotune.store import MIN_GAIN
 
@@ -66,11 +76,14 @@ class Simulated:
         self._run(candidate)
         return self.wrong.get(candidate)
 
-    def sample(self, candidate: Candidate, repeats: int) -> float:
+    def sample(self, candidate: Candidate, repeats: int, context: int | None = None) -> float:
         return sum(self._run(candidate) for _ in range(repeats)) / repeats
 
     def read_bandwidth(self) -> float:
         return 1e10
+
+    def product_rate(self) -> float:
+        return 1e12
 
     def _run(self, candidate: Candidate) -> float:
         if sum(self.runs.values()) >= self.interrupt_after:
@@ -313,8 +326,8 @@ def test_the_bound_holds_as_often_as_it_says() -> None:
 def test_the_rounds_needed_are_the_least_that_give_a_bound() -> None:
     for comparisons in range(1, 40):
         n = rounds_needed(comparisons)
-        assert lower_bound([1.5] * n, searching.ERROR_RATE / comparisons) == 1.5
-        assert lower_bound([1.5] * (n - 1), searching.ERROR_RATE / comparisons) == 0.0
+        assert lower_bound([1.5] * n, ERROR_RATE / comparisons) == 1.5
+        assert lower_bound([1.5] * (n - 1), ERROR_RATE / comparisons) == 0.0
 
 
 def test_only_rounds_with_both_count() -> None:

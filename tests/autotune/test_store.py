@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import pagedkern.backends as registry
 from pagedkern._choice import choose, encode_config
 from pagedkern.autotune import store
-from pagedkern.autotune.store import Key, Tuned, device, location, lookup, save
+from pagedkern.autotune.store import Key, Tuned, device, files, location, lookup, save
 from pagedkern.backends.base import Problem
 
 DECODE = Problem("cpu", "float32", "float32", 8, 2, 64, 64, 16, 4, 4, 1, 2000)
@@ -39,7 +39,7 @@ NEAR = {"num_seqs", "num_tokens", "max_seqlen_q", "max_seqlen_k"}
 
 
 def path_of(problem: Problem = DECODE) -> Path:
-    home = store.directory()
+    home = files.directory()
     assert home is not None
     return location(home, Key.of(problem))
 
@@ -154,7 +154,7 @@ DAMAGE: dict[str, Callable[[str], str | bytes]] = {
     "binary": lambda text: bytes(range(256)),
     "no UTF-8": lambda text: text.replace("cpu", "cpü").encode("latin-1"),
     "nested deeply": lambda text: "[" * 100_000,
-    "long": lambda text: text + " " * store.MAX_BYTES,
+    "long": lambda text: text + " " * files.MAX_BYTES,
     "a list": lambda text: f"[{text}]",
     "null": lambda text: "null",
     "another format": lambda text: text.replace('"format": 1', '"format": 2'),
@@ -360,7 +360,7 @@ def test_a_cache_directory_that_cannot_be(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_no_home_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PAGEDKERN_CACHE_DIR")
-    monkeypatch.setattr(store, "directory", lambda: None)
+    monkeypatch.setattr(files, "directory", lambda: None)
     store.reload()
     assert lookup(DECODE) is None
     assert list(store.contents()) == []
@@ -386,7 +386,7 @@ def test_a_full_disk_leaves_what_was_there(call: str, monkeypatch: pytest.Monkey
 
 def test_a_lock_that_is_never_released(monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(DECODE, {"reference": TUNED})
-    monkeypatch.setattr(store, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
     with filelock.FileLock(path.parent / ".lock"), pytest.raises(OSError):
         save(DECODE, {"reference": TUNED})
     store.reload()
@@ -455,7 +455,7 @@ from pagedkern.backends.base import Problem
 problem = Problem("cpu", "float32", "float32", 8, 2, 64, 64, 16, 4, 4, 1, 2000)
 assert store.lookup(problem) is None
 assert "torch" not in sys.modules
-print(store.directory())
+print(store.files.directory())
 """
 
 

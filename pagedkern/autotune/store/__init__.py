@@ -19,29 +19,23 @@ itself.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import math
-import os
-import re
 import sys
-import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from pagedkern.autotune.store import device as machine
+from pagedkern.autotune.store import files, profiles
 from pagedkern.backends.base import Problem
 
 FORMAT = 1
 MIN_GAIN = 1.02  # the untuned default is left for a gain whose lower bound reaches this
-MAX_BYTES = 1 << 20  # of a file; a longer one is not ours
-LOCK_SECONDS = 10.0
+KEPT_DAYS, KEPT_FILES = 90, 1000  # a stale file goes when it is older, or when there are more
 
 logger = logging.getLogger("pagedkern.autotune")
 
@@ -123,17 +117,15 @@ def lookup(problem: Problem, backend: str | None = None) -> Found | None:
     The backend and config returned depend on `Key.of(problem)` alone, for the life of the process; the tier and the
     reason also on the lengths.
     """
-    home = directory()
-    if home is None:
-        return None
-    choices = _current(home, Key.of(problem))
-    backend = backend or _best(choices)
-    if backend is None or backend not in choices:
-        return None
-    tuned = choices[backend]
+    key, home = Key.of(problem), files.directory()
+    choices = _current(home, key) if home is not None else {}
+    name = backend or _best(choices)
+    if name is None or name not in choices:
+        return _nearest(home, key, backend)
+    tuned = choices[name]
     sizes = ("num_seqs", "num_tokens", "max_seqlen_q", "max_seqlen_k")
     same = all(getattr(problem, size) == getattr(tuned, size) for size in sizes)
-    return Found(backend, tuned.config, "tuned" if same else "tuned-nearest", _reason(problem, tuned, same))
+    return Found(name, tuned.config, "tuned" if same else "tuned-nearest", _reason(problem, tuned, same))
 
 
 def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
@@ -144,51 +136,48 @@ def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
     Raises:
         OSError: the directory cannot be made, locked or written; what was stored before is still there, whole.
     """
-    from filelock import FileLock
-
-    home = directory()
-    if home is None:
-        raise FileNotFoundError("no cache directory: set PAGEDKERN_CACHE_DIR")
     key = Key.of(problem)
-    path = location(home, key)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = location(files.writable(), key)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    with FileLock(path.parent / ".lock", timeout=LOCK_SECONDS):
+    with files.locked(path.parent):
         defaults = {tuned.default for tuned in choices.values()}
         kept = {n: c for n, c in _read(path, key).items() if _fresh(n, c[1]) and c[0].default in defaults}
-        entries = {name: _entry(tuned, code) for name, (tuned, code) in kept.items()}
+        entries = {name: entry(tuned, code) for name, (tuned, code) in kept.items()}
         for name, tuned in choices.items():
-            entries[name] = {**_entry(tuned, machine.code(name)), "when": now}
+            entries[name] = {**entry(tuned, machine.code(name)), "when": tuned.when or now}
         document = {
             "format": FORMAT,
             "device": dict(machine.identity(key.device)),
             "problem": asdict(key),
             "choices": entries,
         }
-        _replace(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+        files.replace(path, document)
+        _evict(path.parent)
     reload()
     return path
+
+
+def _evict(folder: Path) -> None:
+    """Drop files in which nothing can be used by this installation any more and that are old, or too many. The caller
+    holds the lock. An installation with other versions may still use what is stale here, hence not at once."""
+    ages = sorted((time.time() - path.stat().st_mtime, path) for path in folder.glob("*.json"))
+    for rank, (age, path) in enumerate(ages):
+        if age > KEPT_DAYS * 86400 or rank >= KEPT_FILES:
+            try:
+                stale = not any(_fresh(n, e["code"]) for n, e in files.load(path, FORMAT)["choices"].items())
+            except files.INVALID:
+                stale = True
+            if stale:
+                path.unlink(missing_ok=True)
 
 
 def reload() -> None:
     """Read the store anew from now on: what other processes have stored since this one first looked counts."""
     _current.cache_clear()
+    _nearest.cache_clear()
+    profiles.all_of.cache_clear()
     if (choice := sys.modules.get("pagedkern._choice")) is not None:
         choice.choose.cache_clear()
-
-
-def directory() -> Path | None:
-    """The cache directory, which need not exist; None if the environment has no place for one."""
-    if given := os.environ.get("PAGEDKERN_CACHE_DIR"):
-        return Path(given)
-    try:
-        from platformdirs import user_cache_path
-    except ImportError:  # the same place on Linux
-        try:
-            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkern"
-        except RuntimeError:  # no home
-            return None
-    return user_cache_path("pagedkern", appauthor=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,19 +196,19 @@ class Stored:
 
 def contents() -> Iterator[Stored]:
     """Every choice in the store, for people to read. Files that cannot be read are passed over with a warning."""
-    home = directory()
+    home = files.directory()
     if home is None:
         return
     for path in sorted(home.glob("tuned/*/*.json")):
         try:
-            document = _load(path)
+            document = files.load(path, FORMAT)
             key, device = Key(**document["problem"]), document["device"]
             if not isinstance(device, dict):
                 raise ValueError("of no device")
             if path.name != key.filename():
                 raise ValueError("of another problem than its name says")
             here = machine.present(key.device) and path == location(home, key)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except files.INVALID as error:
             _warn(path, f"cannot be used: {error or type(error).__name__}")
             continue
         choices = _read(path, key, device)
@@ -231,10 +220,7 @@ def contents() -> Iterator[Stored]:
 
 def location(home: Path, key: Key) -> Path:
     """The file of a key on this machine."""
-    identity = machine.identity(key.device)
-    digest = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:8]
-    slug = re.sub(r"[^a-z0-9]+", "-", str(identity["name"]).lower()).strip("-")[:40]
-    return home / "tuned" / f"{slug}-{digest}" / key.filename()
+    return home / "tuned" / machine.slug_of(machine.identity(key.device)) / key.filename()
 
 
 @lru_cache(maxsize=4096)
@@ -248,6 +234,39 @@ def _current(home: Path, key: Key) -> Mapping[str, Tuned]:
     return MappingProxyType(fresh)
 
 
+@lru_cache(maxsize=4096)
+def _nearest(home: Path | None, key: Key, backend: str | None) -> Found | None:
+    """The choice for a key of the machine most like this one, of those that were imported and those that ship.
+
+    Kernels must be the same; versions of libraries may differ. A GPU must be of the same compute capability up to its
+    minor number, a CPU of the same architecture: the rest of a machine decides how good the choice is, not whether it
+    works.
+    """
+    if key.device not in ("cpu", "cuda"):
+        return None
+    here = machine.identity(key.device)
+    ranked = sorted(profiles.others(), key=lambda found: -machine.likeness(here, found[1]["device"]))
+    for path, document in ranked:
+        if not machine.likeness(here, document["device"]):
+            return None
+        try:
+            entries = [c for c in document.get("choices", ()) if Key(**c["problem"]) == key]
+            parsed = {c["backend"]: (*_parse(c), c["when"]) for c in entries}
+        except files.INVALID as error:
+            _warn(path, f"cannot be used: {error or type(error).__name__}")
+            continue
+        same = {n: tuned for n, (tuned, code, _) in parsed.items() if _same_kernel(n, code)}
+        name = backend if backend in same else None if backend else _best(same)
+        if name is not None:
+            where = machine.describe(document["device"])
+            return Found(name, same[name].config, "tuned-nearest", f"{_gain(same[name])}; measured on {where}")
+    return None
+
+
+def _same_kernel(backend: str, code: Mapping[str, object]) -> bool:
+    return backend.isidentifier() and code.get("kernel") == machine.kernel_hash(backend) != "unknown"
+
+
 def _best(choices: Mapping[str, Tuned]) -> str | None:
     """The backend that "auto" takes."""
     ranked = sorted((name for name in choices if choices[name].eligible), key=lambda n: (-choices[n].gain_low, n))
@@ -259,27 +278,15 @@ def _read(
 ) -> dict[str, tuple[Tuned, Mapping[str, object]]]:
     """The choices in a file with the code that each was measured with; empty, and a warning, if it is damaged."""
     try:
-        document = _load(path)
+        document = files.load(path, FORMAT)
         if document["device"] != (device or machine.identity(key.device)) or document["problem"] != asdict(key):
             raise ValueError("of another device or problem than its name says")
         return {name: _parse(entry) for name, entry in document["choices"].items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except files.INVALID as error:
         _warn(path, f"cannot be used: {error or type(error).__name__}")
         return {}
-
-
-def _load(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"longer than {MAX_BYTES} bytes")
-    document = json.loads(content, parse_constant=_finite, parse_float=_finite)
-    json.dumps(document, ensure_ascii=False).encode()  # a half of a surrogate pair cannot be printed: ValueError
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f"not of format {FORMAT}")
-    return document
 
 
 _FIELDS = {  # of a choice in the file: its type and least value
@@ -289,31 +296,25 @@ _FIELDS = {  # of a choice in the file: its type and least value
 }  # fmt: skip
 
 
-def _parse(entry: Mapping[str, object]) -> tuple[Tuned, Mapping[str, object]]:
-    config, code = entry["config"], entry["code"]
-    if not isinstance(config, dict) or not all(map(_is_plain, config.values())):
+def _parse(given: Mapping[str, object]) -> tuple[Tuned, Mapping[str, object]]:
+    config, code = given["config"], given["code"]
+    if not isinstance(config, dict) or not all(map(files.is_plain, config.values())):
         raise ValueError("a config that is no mapping of plain values")
     if not isinstance(code, dict):
         raise ValueError("no code")
     fields: dict[str, object] = {}
     for name, (kind, least) in _FIELDS.items():
-        value = entry[name]
-        if kind is float and type(value) is int and _is_plain(value):
+        value = given[name]
+        if kind is float and type(value) is int and files.is_plain(value):
             value = float(value)
-        if type(value) is not kind or not _is_plain(value) or (least is not None and value < least):  # type: ignore[operator]
+        if type(value) is not kind or not files.is_plain(value) or (least is not None and value < least):  # type: ignore[operator]
             raise ValueError(f"{name} is {value!r:.60}")
         fields[name] = value
     return Tuned(config=MappingProxyType(config), **fields), code  # type: ignore[arg-type]
 
 
-def _is_plain(value: object) -> bool:
-    """Whether a value is a flag, a name, or a number that kernels and their launchers can hold."""
-    if type(value) is int:
-        return -(2**63) <= value < 2**63
-    return isinstance(value, (bool, str)) or (type(value) is float and math.isfinite(value))
-
-
-def _entry(tuned: Tuned, code: Mapping[str, object]) -> dict[str, object]:
+def entry(tuned: Tuned, code: Mapping[str, object]) -> dict[str, object]:
+    """A choice as it stands in a file."""
     fields = {name: getattr(tuned, name) for name in _FIELDS}
     return {"config": dict(tuned.config), **fields, "code": dict(code)}
 
@@ -328,35 +329,15 @@ def _fresh(backend: str, code: Mapping[str, object]) -> bool:
 
 
 def _reason(problem: Problem, tuned: Tuned, same: bool) -> str:
-    gain = f"{tuned.gain:.2f}x the speed of {tuned.default}"
-    if tuned.untuned:
-        gain = f"the untuned choice: {tuned.rounds} rounds showed nothing faster"
     batch = f"{tuned.num_seqs} sequences, {tuned.num_tokens} query tokens, context {tuned.context}"
     where = machine.describe(machine.identity(problem.device))
-    return f"{gain}; measured {'on this problem' if same else 'on ' + batch}, {where}, {tuned.when[:10]}"
+    return f"{_gain(tuned)}; measured {'on this problem' if same else 'on ' + batch}, {where}, {tuned.when[:10]}"
 
 
-def _replace(path: Path, text: str) -> None:
-    """Put a file in place in one step. The caller holds the lock, so any temporary file found is a dead writer's."""
-    for left in path.parent.glob(f".{path.name}.*"):
-        left.unlink(missing_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _finite(text: str) -> float:
-    """A number of the file; raises `ValueError` for NaN and for what is too large for float64."""
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text:.60} is no finite number")
-    return number
+def _gain(tuned: Tuned) -> str:
+    if tuned.untuned:
+        return f"the untuned choice: {tuned.rounds} rounds showed nothing faster"
+    return f"{tuned.gain:.2f}x the speed of {tuned.default}"
 
 
 _warned: set[tuple[Path, str]] = set()

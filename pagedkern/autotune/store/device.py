@@ -6,6 +6,7 @@ Standard library only for a CPU; torch answers for GPUs. Everything is read once
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import re
@@ -15,6 +16,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from pagedkern.autotune.store import files
 from pagedkern.backends import base
 
 BACKENDS = Path(base.__file__).parent
@@ -51,6 +53,26 @@ def present(device: str) -> bool:
     except ImportError:
         return False
     return device == "cuda" and torch.cuda.is_available()
+
+
+def slug_of(device: Mapping[str, str | int]) -> str:
+    """A machine's identity as a part of a path: its name, and a digest of all of it."""
+    digest = hashlib.sha256(json.dumps(dict(device), sort_keys=True).encode()).hexdigest()[:8]
+    return f"{files.slug(str(device['name']))}-{digest}"
+
+
+def likeness(device: Mapping[str, str | int], other: Mapping[str, object]) -> float:
+    """How much another machine says about this one: 0 nothing, 1 all."""
+    if device["type"] != other.get("type"):
+        return 0.0
+    cpu = device["type"] == "cpu"
+    kinds = [d.get("arch") if cpu else str(d.get("capability", "")).partition(".")[0] for d in (device, other)]
+    if kinds[0] != kinds[1]:
+        return 0.0
+    counts = [d.get("threads" if cpu else "multiprocessors") for d in (device, other)]
+    known = [count for count in counts if isinstance(count, int) and count > 0]
+    ratio = min(known) / max(known) if len(known) == 2 else 0.1
+    return (0.5 if device.get("name") == other.get("name") else 0.25) + ratio / 2
 
 
 def describe(device: Mapping[str, str | int]) -> str:

@@ -1,0 +1,219 @@
+"""What is kept of a machine: its rates for shapes of models, and the choices of kernels. As JSON, stored and shipped.
+
+A profile is made from the measurements of a run (`rates_of`), or distilled from records (`distil`). The files in
+`profiles/` are distilled from `autotune/records/`; a test makes them anew and compares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from pagedkern.autotune.decision import Verdict, decide
+from pagedkern.autotune.log import Log
+from pagedkern.autotune.rates import Rates, Speed
+from pagedkern.autotune.records import Recorded
+from pagedkern.autotune.space import Candidate, Space, Workload
+from pagedkern.autotune.store import Key, Tuned, entry
+from pagedkern.autotune.workloads import Model
+
+FORMAT = 1
+LINK = 25e9  # bytes per second between a GPU and its host: what PCIe 4.0 x16 carries in practice, of 32e9
+DIGITS = 4  # of numbers that are kept: more would be noise
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a model, what the rates of attention depend on."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    kv_dtype: str
+
+    @classmethod
+    def of(cls, model: Model | Workload) -> Shape:
+        kv_dtype = model.cache_dtype if isinstance(model, Model) else model.kv_dtype
+        return cls(model.num_heads, model.num_kv_heads, model.head_dim, model.dtype, kv_dtype)
+
+    def name(self) -> str:
+        return f"h{self.num_heads}-g{self.num_kv_heads}-d{self.head_dim}-{self.dtype}-kv-{self.kv_dtype}"
+
+    def distance(self, other: Shape) -> float:
+        """How little the rates of one say about the other: dtypes first, then the group, then the rest."""
+        sizes = [
+            abs(math.log2(a / b))
+            for a, b in (
+                (self.num_heads / self.num_kv_heads, other.num_heads / other.num_kv_heads),
+                (self.head_dim, other.head_dim),
+            )
+        ]
+        return 100 * (self.dtype != other.dtype) + 50 * (self.kv_dtype != other.kv_dtype) + 2 * sizes[0] + sizes[1]
+
+
+def rates_of(spaces: Sequence[Space], logs: Sequence[Log], picks: Sequence[Mapping[int, Candidate]]) -> Rates | None:
+    """The rates of a machine from the times of what was picked at each block size of each problem.
+
+    None without a decode problem, without a plain read, or if nothing was picked.
+    """
+    decode, prefill = (
+        next((i for i, space in enumerate(spaces) if space.workload.kind == kind), None)
+        for kind in ("decode", "prefill")
+    )
+    reads = [value for log in logs for value in log.reads]
+    if decode is None or not reads:
+        return None
+    workload, log = spaces[decode].workload, logs[decode]
+    call = _call_seconds(spaces[decode], log)
+    speeds = {}
+    for block_size, pick in sorted(picks[decode].items()):
+        seconds = log.seconds(pick)
+        if seconds is None:
+            continue
+        flops, backend, config = 0.0, "", "{}"
+        if prefill is not None and (other := picks[prefill].get(block_size)):
+            taken = logs[prefill].seconds(other)
+            flops = spaces[prefill].workload.flops / taken if taken else 0.0
+            backend, config = other.backend, other.config
+        rate = workload.kv_bytes / max(seconds - call, seconds / 2)
+        speeds[block_size] = Speed(rate, call, flops, pick.backend, pick.config, backend, config)
+    if not speeds:
+        return None
+    read = median(reads)
+    products = [value for log in logs for value in log.products]
+    compute = median(products) if products else max(s.prefill_flops for s in speeds.values()) or read
+    return Rates(read, compute, read / 2 if workload.device == "cpu" else LINK, speeds)
+
+
+def _call_seconds(space: Space, log: Log) -> float:
+    """What a call costs however little it reads: where the line through the times at two lengths meets nothing."""
+    found = []
+    for contexts in log.lengths.values():
+        full, part = max(contexts), min(contexts)
+        if full > part:
+            tokens = [sum(min(n, context) for n in space.workload.seq_lens) for context in (part, full)]
+            times = [median(contexts[context]) for context in (part, full)]
+            found.append(times[0] - tokens[0] * (times[1] - times[0]) / (tokens[1] - tokens[0]))
+    return max(0.0, min(found, default=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What is known of one machine for one shape."""
+
+    device: Mapping[str, str | int]
+    shape: Shape
+    rates: Rates
+    code: Mapping[str, object]  # for each backend: see `store.device.code`
+    when: str
+    measured: str  # the problems, in words
+
+
+def to_json(profile: Profile) -> dict[str, Any]:
+    """A JSON object, numbers rounded."""
+    rates = profile.rates
+    return {
+        "format": FORMAT,
+        "device": dict(profile.device),
+        "shape": asdict(profile.shape),
+        "read": _rounded(rates.read),
+        "compute": _rounded(rates.compute),
+        "link": _rounded(rates.link),
+        "speeds": {
+            str(block_size): {k: _rounded(v) if isinstance(v, float) else v for k, v in asdict(speed).items()}
+            for block_size, speed in sorted(rates.speeds.items())
+        },
+        "code": dict(profile.code),
+        "when": profile.when,
+        "measured": profile.measured,
+    }
+
+
+def from_json(document: Mapping[str, Any]) -> Profile:
+    """The profile of a JSON object. Raises `ValueError`, `KeyError` or `TypeError` if it is none."""
+    if document["format"] != FORMAT:
+        raise ValueError(f"of format {document['format']!r}, not {FORMAT}")
+    shape = Shape(**document["shape"])
+    if not all(type(n) is int and n > 0 for n in (shape.num_heads, shape.num_kv_heads, shape.head_dim)):
+        raise ValueError("a shape that is none")
+    speeds = {}
+    for block_size, fields in document["speeds"].items():
+        speed = Speed(**fields)
+        for name in ("backend", "config", "prefill_backend", "prefill_config"):
+            if not isinstance(getattr(speed, name), str):
+                raise ValueError(f"{name} is no text")
+        _positive(speed.kv_bytes_per_second)
+        for value in (speed.call_seconds, speed.prefill_flops):
+            _positive(value, zero=True)
+        if not 0 < int(block_size) < 1 << 20:
+            raise ValueError(f"block size {block_size}")
+        speeds[int(block_size)] = speed
+    if not speeds:
+        raise ValueError("no speeds")
+    device, code = document["device"], document["code"]
+    if not isinstance(device, dict) or not isinstance(code, dict) or not isinstance(device.get("type"), str):
+        raise ValueError("no device or no code")
+    read, compute, link = (_positive(document[name]) for name in ("read", "compute", "link"))
+    rates = Rates(read, compute, link, speeds)
+    return Profile(device, shape, rates, code, str(document["when"]), str(document["measured"]))
+
+
+def distil(recorded: Recorded) -> dict[str, Any] | None:
+    """The file of a machine from its records: its rates, and its choices as the store keeps them. None if nothing was
+    decided."""
+    verdicts = [decide(space, log) for space, log in zip(recorded.spaces, recorded.logs, strict=True)]
+    picks = [{b: pick.candidate for b, pick in verdict.winners.items()} for verdict in verdicts]
+    rates = rates_of(recorded.spaces, recorded.logs, picks)
+    if rates is None:
+        return None
+    workloads = [space.workload for space in recorded.spaces]
+    code = {name: value for codes in recorded.code for name, value in codes.items()}
+    measured = "; ".join(f"{w.kind}: {w}" for w in workloads)
+    profile = Profile(recorded.device, Shape.of(workloads[0]), rates, code, recorded.when, measured)
+    choices = []
+    for space, log, verdict in zip(recorded.spaces, recorded.logs, verdicts, strict=True):
+        for block_size, tuned in choices_of(space, log, verdict).items():
+            key = asdict(Key.of(space.workload.problem(block_size)))
+            for name, choice in tuned.items():
+                fields = {k: _rounded(v) if isinstance(v, float) else v for k, v in entry(choice, code[name]).items()}  # type: ignore[arg-type]
+                choices.append({"problem": key, "backend": name, **fields, "when": recorded.when})
+    return {**to_json(profile), "choices": choices}
+
+
+def choices_of(space: Space, log: Log, verdict: Verdict) -> dict[int, dict[str, Tuned]]:
+    """What the store is to keep: for each block size and backend the configuration, and the measurement behind it."""
+    found: dict[int, dict[str, Tuned]] = {}
+    for block_size, picks in verdict.picks.items():
+        problem, untuned = space.workload.problem(block_size), space.untuned(block_size)
+        found[block_size] = {
+            name: Tuned(
+                config=pick.candidate.fields,
+                seconds=log.seconds(pick.candidate) or 0.0,
+                untuned=pick.candidate == untuned,
+                gain=pick.gain.ratio,
+                gain_low=pick.gain.low,
+                rounds=pick.gain.rounds,
+                default=str(untuned),
+                num_seqs=problem.num_seqs,
+                num_tokens=problem.num_tokens,
+                max_seqlen_q=problem.max_seqlen_q,
+                max_seqlen_k=problem.max_seqlen_k,
+                context=space.workload.context,
+            )
+            for name, pick in picks.items()
+        }
+    return found
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _positive(value: object, zero: bool = False) -> float:
+    if type(value) not in (int, float) or not (0 if zero else 1e-30) <= value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{value!r:.40} is no positive number")
+    return float(value)  # type: ignore[arg-type]

@@ -1,0 +1,139 @@
+"""Searching recorded measurements: the same search and decisions, without a kernel and without a clock.
+
+`Replayed` hands out recorded times in place of a machine. `exhaustive` is what a search could have found at best: the
+candidate with the least recorded time at each block size. The difference in tokens per second is the regret.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from pagedkern.autotune.decision import Verdict, decide
+from pagedkern.autotune.log import Log
+from pagedkern.autotune.objective import Score, best, score
+from pagedkern.autotune.profile import rates_of
+from pagedkern.autotune.records import Recorded
+from pagedkern.autotune.search import search
+from pagedkern.autotune.space import Candidate, Space
+from pagedkern.autotune.workloads import Model, Traffic
+
+
+class Replayed:
+    """A runner that gives back what was recorded, round by round, on a clock that goes by it.
+
+    Times recorded in one round stay together: the n-th sample of a candidate is that of the n-th round it was in. They
+    come round again when there are no more.
+    """
+
+    def __init__(self, space: Space, log: Log) -> None:
+        self._log = log
+        self._times: dict[Candidate, list[float]] = {}
+        for candidate in space.candidates:
+            rounds = [times[candidate] for times in (*log.heats, *log.finals) if candidate in times]
+            first = [log.screened[candidate]] if candidate in log.screened else []
+            self._times[candidate] = [*first, *rounds]
+        self._turn: Counter[Candidate | str] = Counter()
+        self.now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def prepare(self, candidate: Candidate) -> None:
+        """Nothing is to be compiled."""
+
+    def check(self, candidate: Candidate) -> str | None:
+        times = self._times[candidate]
+        if not times:
+            return self._log.left_out.get(candidate, "not recorded")
+        self.now += times[0]
+        return None
+
+    def sample(self, candidate: Candidate, repeats: int, context: int | None = None) -> float:
+        times = self._times[candidate]
+        if context is not None and (recorded := self._log.lengths.get(candidate, {}).get(context)):
+            times = recorded
+        seconds = times[self._turn[candidate] % len(times)]
+        self._turn[candidate] += 1
+        self.now += repeats * seconds
+        return seconds
+
+    def read_bandwidth(self) -> float:
+        return self._next("read", self._log.reads)
+
+    def product_rate(self) -> float:
+        return self._next("product", self._log.products)
+
+    def _next(self, what: str, values: list[float]) -> float:
+        self._turn[what] += 1
+        return values[(self._turn[what] - 1) % len(values)] if values else 1e12
+
+
+@dataclass(slots=True)
+class Searched:
+    """A search of recorded problems."""
+
+    recorded: Recorded
+    logs: list[Log]
+    verdicts: list[Verdict]
+
+
+def replay(recorded: Recorded, budget: float = 60.0, seed: int = 0) -> Searched:
+    """Search the records as `tune` would have searched the machine, with so many seconds of its time."""
+    searched = Searched(recorded, [], [])
+    left = budget
+    for i, (space, log) in enumerate(zip(recorded.spaces, recorded.logs, strict=True)):
+        runner, found = Replayed(space, log), Log()
+        share = left / (len(recorded.spaces) - i)
+        left -= search(space, runner, found, share, clock=runner.clock, seed=seed)
+        searched.logs.append(found)
+        searched.verdicts.append(decide(space, found))
+    return searched
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """What a search chose for one workload, beside what all records together say is best."""
+
+    workload: str
+    chosen: Score  # by what the search measured, its value by all records
+    optimum: Score
+
+    @property
+    def share(self) -> float:
+        """Tokens per second that the choice gives away, as a share of the best."""
+        return 1 - self.chosen.tokens_per_second / self.optimum.tokens_per_second
+
+
+def regret(searched: Searched, traffic: Traffic, model: Model, memory: int) -> Regret | None:
+    """None if nothing was decided, or nothing fits the memory.
+
+    Both sides are valued by the medians of all records: the search knows some of them only.
+    """
+    recorded = searched.recorded
+    found = rates_of(recorded.spaces, searched.logs, [_picks(v) for v in searched.verdicts])
+    true = rates_of(recorded.spaces, recorded.logs, [_picks(v) for v in searched.verdicts])
+    optima = [exhaustive(space, log) for space, log in zip(recorded.spaces, recorded.logs, strict=True)]
+    ideal = rates_of(recorded.spaces, recorded.logs, optima)
+    if found is None or true is None or ideal is None:
+        return None
+    chosen = best(score(traffic, model, found, memory))
+    optimum = best(score(traffic, model, ideal, memory))
+    if chosen is None or optimum is None:
+        return None
+    (valued,) = score(traffic, model, true, memory, [chosen.block_size])
+    return Regret(traffic.name, valued, optimum)
+
+
+def exhaustive(space: Space, log: Log) -> dict[int, Candidate]:
+    """For each block size the candidate with the least median time of all that were recorded."""
+    found: dict[int, Candidate] = {}
+    for block_size in space.block_sizes:
+        own = [c for c in space.candidates if c.block_size == block_size]
+        if (fastest := log.fastest(own)) is not None:
+            found[block_size] = fastest
+    return found
+
+
+def _picks(verdict: Verdict) -> dict[int, Candidate]:
+    return {block_size: pick.candidate for block_size, pick in verdict.winners.items()}

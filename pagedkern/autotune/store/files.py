@@ -1,0 +1,97 @@
+"""JSON files that several processes read and write: whole at any time, never trusted, bounded in size."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 1 << 20  # of a file; a longer one is not ours
+LOCK_SECONDS = 10.0
+INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what a damaged file may raise
+
+
+def directory() -> Path | None:
+    """The cache directory, which need not exist; None if the environment has no place for one."""
+    if given := os.environ.get("PAGEDKERN_CACHE_DIR"):
+        return Path(given)
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:  # the same place on Linux
+        try:
+            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkern"
+        except RuntimeError:  # no home
+            return None
+    return user_cache_path("pagedkern", appauthor=False)
+
+
+def writable() -> Path:
+    """The cache directory. Raises `FileNotFoundError` if there is no place for one."""
+    home = directory()
+    if home is None:
+        raise FileNotFoundError("no cache directory: set PAGEDKERN_CACHE_DIR")
+    return home
+
+
+def slug(text: str) -> str:
+    """A name as a part of a path."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Alone among writers in a folder, which is made. Raises `OSError` if it cannot be made, or not locked in time."""
+    from filelock import FileLock
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
+        yield
+
+
+def load(path: Path, form: int) -> dict[str, Any]:
+    """The object in a file. Raises one of `INVALID` if there is no file, or none of that format."""
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"longer than {MAX_BYTES} bytes")
+    document = json.loads(content, parse_constant=finite, parse_float=finite)
+    json.dumps(document, ensure_ascii=False).encode()  # a half of a surrogate pair cannot be printed: ValueError
+    if not isinstance(document, dict) or document.get("format") != form:
+        raise ValueError(f"not of format {form}")
+    return document
+
+
+def replace(path: Path, document: Mapping[str, object]) -> None:
+    """Put a file in place in one step. The caller holds the lock, so any temporary file found is a dead writer's."""
+    for left in path.parent.glob(f".{path.name}.*"):
+        left.unlink(missing_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def finite(text: str) -> float:
+    """A number of a file; raises `ValueError` for NaN and for what is too large for float64."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text:.60} is no finite number")
+    return number
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a flag, a name, or a number that kernels and their launchers can hold."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    return isinstance(value, (bool, str)) or (type(value) is float and math.isfinite(value))
