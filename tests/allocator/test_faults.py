@@ -68,6 +68,7 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "append": lambda s: s.a.append([s.seq, s.fork, s.busy], [1, 2, 3]),
     "append many": lambda s: s.a.append([s.seq, s.fork], [[1] * 5, [2] * 9], lookahead=3),
     "append fast": lambda s: s.a.append(s.pair, [1, 2]),
+    "mixed": lambda s: s.a.mixed([s.seq, s.fork], [1, [2, 3]], [s.fresh], 5),
     "append to part of a batch": lambda s: s.a.append(s.pair[:1], [1]),
     "fork": lambda s: s.a.fork(s.busy, 3),
     "fork what is expected": lambda s: s.a.fork(s.fresh),
@@ -116,6 +117,12 @@ def run_with_fault(operation: Callable[[], object], number: int) -> bool:
     finally:
         sys.settrace(before)
     return False
+
+
+def test_every_operation_is_among_them() -> None:
+    wrapped = {name for name, method in vars(BlockAllocator).items() if hasattr(method, "__wrapped__")}
+    assert len(wrapped) > 12
+    assert wrapped - {"transaction", "restore"} <= {name for call in OPERATIONS.values() for name in call.__code__.co_names}
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
