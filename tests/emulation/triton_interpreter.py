@@ -52,6 +52,7 @@ from tests.emulation.number_formats import BFLOAT16, E4M3FN, E5M2, round_to_tf32
 
 PACKED = {tl.bfloat16: BFLOAT16, tl.float8e4nv: E4M3FN, tl.float8e5: E5M2}  # held as the integers of their bits
 FLOAT8 = (tl.float8e4nv, tl.float8e5)
+PLAIN = ("int32", "int64", "fp32")  # computed in themselves, whatever the operation
 COMPARISONS = {np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal}
 LIBDEVICE: dict[str, Callable[..., Any]] = {
     "__nv_tanhf": np.tanh,
@@ -375,6 +376,20 @@ def _float_sum(method: Callable[..., Any]) -> Callable[..., Any]:
 # Less overhead
 
 
+class Semantic(original.TritonSemantic):  # type: ignore[misc]
+    """The front between language and builder, with short ways for operands of one type and one shape."""
+
+    def binary_op_type_checking_impl(self, lhs: Any, rhs: Any, *rest: Any, **more: Any) -> tuple[Any, Any]:
+        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype.name == rhs.dtype.name in PLAIN:
+            return self.broadcast_impl_value(lhs, rhs)
+        return super().binary_op_type_checking_impl(lhs, rhs, *rest, **more)
+
+    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.handle.data.shape == rhs.handle.data.shape and lhs.type.is_block() == rhs.type.is_block():
+            return lhs, rhs
+        return super().broadcast_impl_value(lhs, rhs)
+
+
 def _remember_types() -> None:
     """Build each type of a block, and what a tensor derives from its type, once: half of the time of an operation."""
     build_type, build_tensor, find_np_dtype = tl.block_type.__init__, tl.tensor.__init__, original._get_np_dtype
@@ -414,6 +429,7 @@ def apply() -> None:
     builder = original.interpreter_builder
     builder.__class__ = Builder
     builder.memory = Memory("none", {})
+    original.interpreter_semantic.__class__ = Semantic
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     builder.codegen_fns["min_dot_size"] = min_dot_size(GPUTarget("cuda", 80, 32))
     original._device_range = _device_range  # rewritten kernels find their names among those of that module
