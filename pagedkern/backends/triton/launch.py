@@ -34,7 +34,7 @@ WORD_DTYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 class Launch(NamedTuple):
-    """One kernel launch: `kernel[grid](*arguments, num_warps=warps, num_stages=stages)`."""
+    """One kernel launch."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -43,7 +43,9 @@ class Launch(NamedTuple):
     stages: int
 
     def run(self) -> None:
-        self.kernel[self.grid](*self.arguments, num_warps=self.warps, num_stages=self.stages)
+        self.kernel[self.grid](
+            *self.arguments, num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True
+        )
 
 
 @cache

@@ -86,33 +86,51 @@ def rescaled(b_s, b_top, b_sum, b_acc):
 
 
 @triton.jit
-def add_visible(b_acc, b_p, b_v, m_seen, PRECISION: tl.constexpr):
-    """b_acc + b_p @ b_v where each row is touched only by the values that it sees, not even by 0 * NaN.
-
-    The product runs over V with its NaN and Inf replaced by 0. If there were any, rows that see some get the sum that
-    those make: an infinity if all are the same, else NaN.
-    """
+def wild(b_v):
+    """Where V is NaN or infinite, in codes whose sum over up to 256 keys tells what they add up to: `wild_sum`."""
     b_wide = b_v.to(tl.float32)
-    m_finite = tl.abs(b_wide) < INF  # not true of NaN
-    b_acc = tl.dot(b_p, tl.where(m_finite, b_v, 0.0).to(b_v.dtype), b_acc, input_precision=PRECISION)
-    if tl.min(tl.min(m_finite.to(tl.int32), 1), 0) == 0:
-        b_seen = m_seen.to(b_v.dtype)  # [M, N]
-        b_wild = tl.where(m_finite, 0.0, 1.0).to(b_v.dtype)  # [N, EP]
-        b_sign = tl.where(b_wide == INF, 1.0, tl.where(b_wide == -INF, -1.0, 0.0)).to(b_v.dtype)
-        b_count = tl.dot(b_seen, b_wild, input_precision=PRECISION)  # exact: small integers
-        b_net = tl.dot(b_seen, b_sign, input_precision=PRECISION)
-        b_sum = tl.where(tl.abs(b_net) == b_count, b_net * INF, float("nan"))
-        b_acc = tl.where(b_count > 0, b_sum, b_acc)
-    return b_acc
+    b_code = tl.where(b_wide == INF, 1.0, tl.where(b_wide == -INF, 0.001953125, 512.0))  # 1, 2^-9, 2^9: exact in 16 bits
+    return tl.where(tl.abs(b_wide) < INF, 0.0, b_code)
 
 
 @triton.jit
-def load_rows(p_x, m_row, o_column, SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """A tile [N, P] of the first SIZE columns of the rows that m_row [N] names (of all, if not MASKED); else 0."""
-    if MASKED:
-        b_x = tl.load(p_x, mask=m_row[:, None] & (o_column < SIZE)[None, :], other=0)
-    elif o_column.shape[0] == SIZE:
-        b_x = tl.load(p_x)
+def wild_sum(b_codes):
+    """An infinity if all terms were the same, NaN if not, 0 if there was none."""
+    b_count = tl.floor(b_codes)  # of +Inf, and 512 for each NaN
+    b_sum = tl.where(b_codes > b_count, -INF, 0.0) + tl.where(b_count > 0, INF, 0.0)
+    return tl.where(b_count >= 512, float("nan"), b_sum)
+
+
+@triton.jit
+def block_ids(p_table, i_key, m_key, BLOCK_SIZE: tl.constexpr):
+    """The blocks of the keys [N], int64; 0 where m_key is false: those entries are not read."""
+    return tl.load(p_table + i_key // BLOCK_SIZE, mask=m_key, other=0).to(tl.int64)
+
+
+@triton.jit
+def load_tokens(
+    p_x,  # K or V of one KV head in block 0
+    i_block,  # int64 [N]
+    i_key,  # [N]
+    m_key,  # [N], or None: all are read
+    block,  # strides in elements
+    token,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ALIGN: tl.constexpr,  # offsets of tokens are multiples of so many elements
+    KIND: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    TO: tl.constexpr,
+):
+    """K or V of some tokens, [N, PADDED] in the dtype TO: 0 past column SIZE and where m_key is false."""
+    o_column = tl.arange(0, PADDED)
+    o_x = tl.multiple_of(i_block * block + i_key % BLOCK_SIZE * token, ALIGN)
+    p_rows = p_x + (o_x[:, None] + o_column[None, :])
+    if m_key is not None:
+        b_x = tl.load(p_rows, mask=m_key[:, None] & (o_column < SIZE)[None, :], other=0)
+    elif SIZE == PADDED:
+        b_x = tl.load(p_rows)
     else:
-        b_x = tl.load(p_x, mask=(o_column < SIZE)[None, :], other=0)
-    return b_x
+        b_x = tl.load(p_rows, mask=(o_column < SIZE)[None, :], other=0)
+    return widen(b_x, KIND, NATIVE_FP8, TO)

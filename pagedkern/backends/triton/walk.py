@@ -1,14 +1,19 @@
 """The walk of a tile of query rows over its keys: which tiles it visits, and in which order.
 
 Tiles of N keys stand side by side from some first one on. SPAN_TILES of them make a span, and split i of SPLITS takes the
-spans i, i + SPLITS, i + 2 SPLITS ... Tiles that every row sees whole come first, without masks; then those at the edges of
-the window, of the causal line and of the sequence. Tiles that no row sees are never visited.
+spans i, i + SPLITS, i + 2 SPLITS ... Tiles that every row sees whole come first, without masks and with several tiles in
+flight; then those at the edges of the window, of the causal line and of the sequence. Tiles that no row sees are never
+visited.
+
+Where rows see different tokens, a row must not be touched by what only others see, not even by 0 * NaN. At the edges V is
+therefore taken with its NaN and Inf replaced by 0; if there were any, what they add up to for the rows that do see them is
+found afterwards.
 """
 
 import triton
 import triton.language as tl
 
-from pagedkern.backends.triton.tiles import INF, add_visible, load_rows, rescaled, scores, widen
+from pagedkern.backends.triton.tiles import INF, block_ids, load_tokens, rescaled, scores, wild, wild_sum
 
 
 @triton.jit
@@ -20,9 +25,9 @@ def tiles_before(i_tile, i_split, SPLITS: tl.constexpr, SPAN_TILES: tl.constexpr
 
 
 @triton.jit
-def tile_at(i, i_split, SPLITS: tl.constexpr, SPAN_TILES: tl.constexpr):
-    """The i-th tile of a split."""
-    return (i // SPAN_TILES * SPLITS + i_split) * SPAN_TILES + i % SPAN_TILES
+def first_key(i, first_tile, i_split, TILE: tl.constexpr, SPLITS: tl.constexpr, SPAN_TILES: tl.constexpr):
+    """Position of the first key of a split's i-th tile."""
+    return (first_tile + (i // SPAN_TILES * SPLITS + i_split) * SPAN_TILES + i % SPAN_TILES) * TILE
 
 
 @triton.jit
@@ -79,88 +84,75 @@ def attend(
     begin_all = tl.minimum(begin_all, end)
     end_all = tl.maximum(end_all, begin_all)
 
+    n = tl.arange(0, TILE)
     b_acc = tl.zeros([b_q.shape[0], EP], tl.float32)
     b_top = tl.full([b_q.shape[0]], -INF, tl.float32)
     b_sum = tl.zeros([b_q.shape[0]], tl.float32)
+    i_key = first_key(begin_all, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + n
+    i_block = block_ids(p_table, i_key, i_key < high_all, BLOCK_SIZE)
     for i in tl.range(begin_all, end_all, num_stages=STAGES):
-        start = (first_tile + tile_at(i, i_split, SPLITS, SPAN_TILES)) * TILE
-        b_acc, b_top, b_sum = attend_tile(
-            b_acc, b_top, b_sum, b_q, b_position, start, low, high, p_k, p_v, p_table, k_block, k_token, v_block,
-            v_token, scale, softcap, b_slope, window, D, E, TILE, BLOCK_SIZE, ALIGN_K, ALIGN_V, CAUSAL, False, RAGGED,
-            KIND, NATIVE_FP8, PRECISION,
+        i_next = first_key(i + 1, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + n
+        i_next_block = block_ids(p_table, i_next, i_next < high_all, BLOCK_SIZE)  # a turn ahead: K and V wait for it
+        b_k = load_tokens(
+            p_k, i_block, i_key, None, k_block, k_token, D, b_q.shape[1], BLOCK_SIZE, ALIGN_K, KIND, NATIVE_FP8, b_q.dtype
+        )  # [N, DP]
+        b_v = load_tokens(
+            p_v, i_block, i_key, None, v_block, v_token, E, EP, BLOCK_SIZE, ALIGN_V, KIND, NATIVE_FP8, b_q.dtype
+        )  # [N, EP]
+        b_s = scores(b_q, b_k, i_key[None, :] - b_position[:, None], scale, softcap, b_slope, PRECISION)  # [M, N]
+        b_p, b_top, b_sum, b_acc = rescaled(b_s, b_top, b_sum, b_acc)
+        b_acc = tl.dot(b_p.to(b_q.dtype), b_v, b_acc, input_precision=PRECISION)
+        i_key = i_next
+        i_block = i_next_block
+
+    before = begin_all - begin
+    num_edges = before + end - end_all
+    num_wild = 0
+    for edge in tl.range(0, num_edges, num_stages=1):
+        i = tl.where(edge < before, begin + edge, end_all + edge - before)
+        i_key = first_key(i, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + n
+        m_key = (i_key >= low) & (i_key < high)
+        i_block = block_ids(p_table, i_key, m_key, BLOCK_SIZE)
+        b_k = load_tokens(
+            p_k, i_block, i_key, m_key, k_block, k_token, D, b_q.shape[1], BLOCK_SIZE, ALIGN_K, KIND, NATIVE_FP8,
+            b_q.dtype,
         )  # fmt: skip
-    for edge in tl.range(0, begin_all - begin + end - end_all, num_stages=1):
-        i = tl.where(begin + edge < begin_all, begin + edge, edge - (begin_all - begin) + end_all)
-        start = (first_tile + tile_at(i, i_split, SPLITS, SPAN_TILES)) * TILE
-        b_acc, b_top, b_sum = attend_tile(
-            b_acc, b_top, b_sum, b_q, b_position, start, low, high, p_k, p_v, p_table, k_block, k_token, v_block,
-            v_token, scale, softcap, b_slope, window, D, E, TILE, BLOCK_SIZE, ALIGN_K, ALIGN_V, CAUSAL, True, RAGGED,
-            KIND, NATIVE_FP8, PRECISION,
-        )  # fmt: skip
+        b_v = load_tokens(
+            p_v, i_block, i_key, m_key, v_block, v_token, E, EP, BLOCK_SIZE, ALIGN_V, KIND, NATIVE_FP8, b_q.dtype
+        )
+        b_distance = i_key[None, :] - b_position[:, None]
+        b_s = scores(b_q, b_k, b_distance, scale, softcap, b_slope, PRECISION)
+        b_s = tl.where(visible(b_distance, m_key, window, CAUSAL, RAGGED), b_s, -INF)
+        b_p, b_top, b_sum, b_acc = rescaled(b_s, b_top, b_sum, b_acc)
+        if RAGGED and KIND != "int8":
+            m_wild = wild(b_v) > 0
+            num_wild += tl.sum(tl.sum(m_wild.to(tl.int32), 1), 0)
+            b_v = tl.where(m_wild, 0.0, b_v).to(b_q.dtype)
+        b_acc = tl.dot(b_p.to(b_q.dtype), b_v, b_acc, input_precision=PRECISION)
+
+    if RAGGED and KIND != "int8":
+        if num_wild > 0:
+            b_codes = tl.zeros([b_q.shape[0], EP], tl.float32)
+            for edge in tl.range(0, num_edges, num_stages=1):
+                i = tl.where(edge < before, begin + edge, end_all + edge - before)
+                i_key = first_key(i, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + n
+                m_key = (i_key >= low) & (i_key < high)
+                i_block = block_ids(p_table, i_key, m_key, BLOCK_SIZE)
+                b_v = load_tokens(
+                    p_v, i_block, i_key, m_key, v_block, v_token, E, EP, BLOCK_SIZE, ALIGN_V, KIND, NATIVE_FP8, b_q.dtype
+                )
+                m_seen = visible(i_key[None, :] - b_position[:, None], m_key, window, CAUSAL, RAGGED)
+                b_codes = tl.dot(m_seen.to(b_q.dtype), wild(b_v).to(b_q.dtype), b_codes, input_precision=PRECISION)
+            b_acc += wild_sum(b_codes)
     return b_acc, b_top, b_sum
 
 
 @triton.jit
-def attend_tile(
-    b_acc,  # float32 [M, EP], weighted sum of V
-    b_top,  # float32 [M], largest score
-    b_sum,  # float32 [M], sum of the weights
-    b_q,  # [M, DP]
-    b_position,  # int32 [M]
-    start,  # position of the tile's first key
-    low,  # keys before this one, and from `high` on, are seen by no row
-    high,
-    p_k,
-    p_v,
-    p_table,
-    k_block,
-    k_token,
-    v_block,
-    v_token,
-    scale,
-    softcap,
-    b_slope,
-    window,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ALIGN_K: tl.constexpr,  # every offset of a token is a multiple of so many elements
-    ALIGN_V: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    EDGE: tl.constexpr,  # some row sees less than the whole tile
-    RAGGED: tl.constexpr,  # rows may see different tokens
-    KIND: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """The state of the running softmax after the keys start .. start + TILE - 1."""
-    o_d = tl.arange(0, b_q.shape[1])
-    o_e = tl.arange(0, b_acc.shape[1])
-    i_key = start + tl.arange(0, TILE)  # [N]
-    m_key = (i_key >= low) & (i_key < high)
-    i_block = tl.load(p_table + i_key // BLOCK_SIZE, mask=m_key if EDGE else None, other=0 if EDGE else None)
-    i_block = i_block.to(tl.int64)
-    i_inside = i_key % BLOCK_SIZE
-    o_k = tl.multiple_of(i_block * k_block + i_inside * k_token, ALIGN_K)
-    o_v = tl.multiple_of(i_block * v_block + i_inside * v_token, ALIGN_V)
-    b_k = load_rows(p_k + (o_k[:, None] + o_d[None, :]), m_key, o_d, D, EDGE)  # [N, DP]
-    b_v = load_rows(p_v + (o_v[:, None] + o_e[None, :]), m_key, o_e, E, EDGE)  # [N, EP]
-    b_k = widen(b_k, KIND, NATIVE_FP8, b_q.dtype)
-    b_v = widen(b_v, KIND, NATIVE_FP8, b_q.dtype)
-
-    b_distance = i_key[None, :] - b_position[:, None]  # [M, N]
-    b_s = scores(b_q, b_k, b_distance, scale, softcap, b_slope, PRECISION)
-    if EDGE:
-        m_seen = tl.broadcast_to(m_key[None, :], b_s.shape)
-        if RAGGED and CAUSAL:
-            m_seen = m_seen & (b_distance <= 0)
-        if RAGGED and window is not None:
-            m_seen = m_seen & (b_distance > -window)
-        b_s = tl.where(m_seen, b_s, -INF)
-    b_p, b_top, b_sum, b_acc = rescaled(b_s, b_top, b_sum, b_acc)
-    if EDGE and RAGGED and KIND != "int8":
-        b_acc = add_visible(b_acc, b_p.to(b_q.dtype), b_v, m_seen, PRECISION)
-    else:
-        b_acc = tl.dot(b_p.to(b_q.dtype), b_v, b_acc, input_precision=PRECISION)
-    return b_acc, b_top, b_sum
+def visible(b_distance, m_key, window, CAUSAL: tl.constexpr, RAGGED: tl.constexpr):
+    """Which keys (columns) each row sees, [M, N]; `b_distance`: key minus query position."""
+    m_seen = tl.broadcast_to(m_key[None, :], b_distance.shape)
+    if RAGGED and CAUSAL:
+        m_seen = m_seen & (b_distance <= 0)
+    if RAGGED and window is not None:
+        m_seen = m_seen & (b_distance > -window)
+    return m_seen
