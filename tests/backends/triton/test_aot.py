@@ -44,10 +44,10 @@ def compiled(cells: Iterable[Cell]) -> list[Compiled]:
     workers = "2" if FULL else "1"  # the other core has tests to run
     command = [sys.executable, "-m", "benchmarks.triton_aot", "--cells", "--json", "--workers", workers]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT, check=False)
-    assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     failed = [Failed(Cell(**each["cell"]), each["error"]) for each in found if each.pop("kind") == "Failed"]
     assert not failed
+    assert done.returncode == 0, done.stderr
     return [Compiled(**each | {"cell": Cell(**each["cell"])}) for each in found]
 
 
