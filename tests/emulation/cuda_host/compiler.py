@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +20,20 @@ HERE = Path(__file__).parent
 INCLUDE = HERE / "include"
 RUNTIME = HERE / "runtime"
 
-Mode = Literal["plain", "checked", "address"]
+Mode = Literal["plain", "checked", "address", "portable"]
 """plain: fast. checked: every access goes through runtime/checks.cpp. address: AddressSanitizer, which the process must
-have loaded first (LD_PRELOAD)."""
+have loaded first (LD_PRELOAD). portable: the fibers of other processors than x86-64."""
 
 COMMON = ["-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions"]
 COMMON += ["-U_FORTIFY_SOURCE"]  # it takes a jump out of a fiber for a mistake
-KERNEL = ["-O1", "-w", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-stack-protector"]
+KERNEL = ["-w", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-stack-protector"]
 KERNEL += ["-ftrivial-auto-var-init=pattern"]  # what registers hold before they are set is large and not chance
 CHECKS = "thread,alignment,bounds,signed-integer-overflow,shift"  # what they call is in runtime/checks.cpp
 MODES: Mapping[Mode, tuple[list[str], list[str]]] = {  # of kernels, of the runtime
     "plain": ([], ["-O2"]),
     "checked": (["-g1", f"-fsanitize={CHECKS}", "-nodefaultlibs", "-lm", "-lc"], ["-O2", "-DPAGEDKERN_CHECKED"]),
-    "address": (["-g1", "-fsanitize=address"], ["-O1", "-g1", "-fsanitize=address"]),
+    "address": (["-g1", "-fsanitize=address"], ["-O1", "-fno-builtin", "-DPAGEDKERN_ADDRESS"]),  # memcpy is checked
+    "portable": ([], ["-O2", "-DPAGEDKERN_UCONTEXT"]),
 }
 
 SOURCE = """
@@ -72,15 +74,17 @@ def compile_kernels(
     *,
     include: Sequence[Path] = (),
     mode: Mode = "plain",
+    level: int = 1,
 ) -> dict[str, Kernel]:
     """Compile kernels of one source file into one object, or take it from the cache.
 
-    Names are expressions such as `copy<float, 4>`. Sources do not change while a process runs.
+    Names are expressions such as `copy<float, 4>`. Sources do not change while a process runs. `level` 0 to 3: how much
+    to optimise; 0 compiles in a third of the time that 1 takes.
 
     Raises:
         CompileError: with the messages of g++.
     """
-    return _compile(source.resolve(), tuple(names), tuple((macros or {}).items()), tuple(include), mode)
+    return _compile(source.resolve(), tuple(names), tuple((macros or {}).items()), tuple(include), mode, level)
 
 
 @functools.cache
@@ -90,10 +94,18 @@ def _compile(
     macros: tuple[tuple[str, object], ...],
     include: tuple[Path, ...],
     mode: Mode,
+    level: int,
 ) -> dict[str, Kernel]:
     folders = (INCLUDE, source.parent, *include)
     text = SOURCE.format(source=source.name) + "".join(ENTRY.format(i=i, name=name) for i, name in enumerate(names))
-    flags = [*COMMON, *KERNEL, *(f"-D{key}={value}" for key, value in macros), "-include", "pagedkern_host.h"]
+    flags = [
+        *COMMON,
+        *KERNEL,
+        f"-O{level}",
+        *(f"-D{key}={value}" for key, value in macros),
+        "-include",
+        "pagedkern_host.h",
+    ]
     runtime = _runtime(mode)
     inputs = [path for folder in folders for path in sorted(folder.glob("*")) if path.suffix in SUFFIXES]
     key = [text, *flags, *MODES[mode][0], str(runtime), *(path.read_text() for path in inputs)]
@@ -124,6 +136,7 @@ def _cached(label: str, key: Sequence[str], build: Callable[[Path], list[str]]) 
     digest = hashlib.sha256("\0".join([_version(), *key]).encode()).hexdigest()[:24]
     target = cache_folder() / f"{label}-{digest}.so"
     if target.exists():
+        os.utime(target)
         return target
     with open(target.with_suffix(".lock"), "w") as lock:  # workers that start together need the same objects
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -134,7 +147,15 @@ def _cached(label: str, key: Sequence[str], build: Callable[[Path], list[str]]) 
             if made.returncode:
                 raise CompileError(f"{' '.join(command)}\n{made.stderr}")
             os.replace(unfinished, target)
+            _forget(target.parent)
     return target
+
+
+def _forget(folder: Path, days: int = 14) -> None:
+    """Delete what no run has used for so long."""
+    for path in folder.iterdir():
+        if path.stat().st_mtime < time.time() - days * 86400:
+            path.unlink(missing_ok=True)
 
 
 @functools.cache

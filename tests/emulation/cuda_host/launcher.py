@@ -31,8 +31,8 @@ class Handle:
     def kernel(self) -> Kernel:
         settings = run.current()
         source = (settings.sources or SOURCES) / self.file
-        include = [PACKAGE / "abi"]
-        return compile_kernels(source, [self.name], dict(self.macros), include=include, mode=settings.mode)[self.name]
+        how = {"mode": settings.mode, "level": settings.level, "include": [PACKAGE / "abi"]}
+        return compile_kernels(source, [self.name], dict(self.macros), **how)[self.name]  # type: ignore[arg-type]
 
 
 class HostLauncher:

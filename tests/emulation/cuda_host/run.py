@@ -25,6 +25,7 @@ class Settings:
     mode: Mode = "plain"
     order: str = "vary"  # "forward", "backward", a number from 2 on as the seed of a random order; "vary": see `_order`
     poison: int = 0xFF  # fills fresh shared memory: NaN in every floating-point format, -1 in every integer
+    level: int = 1  # of optimisation
     sources: Path | None = None  # compile the kernels of this folder in place of the package's
 
 

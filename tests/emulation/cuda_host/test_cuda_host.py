@@ -57,6 +57,14 @@ def test_sum_over_a_block(mode: Mode, threads: int) -> None:
     assert s.item() == 777 * 776 / 2
 
 
+@any_order
+def test_portable_fibers() -> None:
+    test_sum_over_a_block("portable", 1024)
+    with pytest.raises(EmulationError, match="bytes of stack"):
+        run("deep", torch.zeros(1, dtype=torch.int32), mode="portable")
+    test_barriers_order_shared_memory("portable")
+
+
 def test_barriers_order_shared_memory(mode: Mode) -> None:
     x, y = torch.arange(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
     run("reverse", x, y, 0, threads=128, mode=mode)

@@ -211,7 +211,7 @@ extern "C" const char *pagedkern_host_launch(const Launch *given) {
   set_module(reinterpret_cast<const void *>(given->entry));
   set_ranges(given->ranges, given->num_ranges);
   DynamicMemory memory(given->shared_bytes);
-#ifndef __SANITIZE_ADDRESS__
+#ifndef PAGEDKERN_ADDRESS
   FaultHandler handler;
   if (sigsetjmp(after_fault, 1) == 0)
 #endif
