@@ -42,6 +42,10 @@ class HostLauncher:
     generic = True
 
     def probe(self) -> Probe:
+        try:
+            import torch  # noqa: F401
+        except ModuleNotFoundError:
+            return Probe(False, "no module named 'torch': pip install 'pagedkern[cuda12]'")
         if compiler() is None:
             return Probe(False, "no g++ on the PATH, which the emulation of CUDA compiles the kernels with")
         return Probe(True, "the kernels compiled by g++, their threads run one at a time", emulated=True)
