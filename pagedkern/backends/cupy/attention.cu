@@ -141,11 +141,11 @@ INLINE void soften(Core &core, WarpRows<Core> &rows, const pagedkern_attention_p
 #pragma unroll
     for (int e = 0; e < core.scores(); e++) {
       const int key = keys + core.key(e);
-      float x = core.s[r][e] * rows.scale;
+      float x = core.at(r, e) * rows.scale;
       if (i.features & FEATURE_SOFTCAP) x = params.softcap * tanhf(x / params.softcap);
       if (i.features & FEATURE_ALIBI) x += rows.slope[r] * (float)(key - rows.position[r]);
       if (!core.counts() || (masked && (key < rows.from[r] || key >= rows.to[r]))) x = -infinity();
-      core.s[r][e] = x;
+      core.at(r, e) = x;
       best = fmaxf(best, x);
     }
     const float top = fmaxf(rows.top[r], core.over_row_max(best)), base = base_of(top);
@@ -153,8 +153,8 @@ INLINE void soften(Core &core, WarpRows<Core> &rows, const pagedkern_attention_p
     float total = 0.0f;
 #pragma unroll
     for (int e = 0; e < core.scores(); e++) {
-      core.s[r][e] = exponential(core.s[r][e] - base);
-      total += core.s[r][e];
+      core.at(r, e) = exponential(core.at(r, e) - base);
+      total += core.at(r, e);
     }
     rows.total[r] = rows.total[r] * decay + total;
     rows.top[r] = top;
@@ -287,7 +287,10 @@ INLINE void attend(const pagedkern_batch &batch, const pagedkern_attention_param
 }
 
 #ifdef PAGEDKERN_INSTANCE
-#define BOUNDS __launch_bounds__(32 * Constants::row_warps * Constants::key_warps)
+/* Decode lives on tiles in flight: at usual head dims registers leave room for 12 warps of a multiprocessor. */
+constexpr int THREADS = 32 * Constants::row_warps * Constants::key_warps;
+constexpr bool SMALL = Constants::tensor_cores && !Constants::prefill && Constants::dim_k + Constants::dim_v <= 256;
+#define BOUNDS __launch_bounds__(THREADS, SMALL ? 384 / THREADS : 1)
 #else
 #define BOUNDS
 #endif

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pagedkern.abi
 
@@ -29,13 +29,15 @@ def compiled(file: str, macros: Mapping[str, str], capability: int) -> bytes:
     """
     nvrtc = _nvrtc()
     options = options_for(macros, capability, tuple(nvrtc.getSupportedArchs()))
-    parts = [file, *options, str(nvrtc.getVersion()), *(text for _, text in headers()), source(file)]
+    parts = [file, *options, str(version()), *(text for _, text in headers()), source(file)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     path = _folder() / f"{Path(file).stem}-{key[:32]}.bin"
     code = _read(path)
     if code is None:
-        code = build(file, options)
-        _write(path, code)
+        made = build(file, options)
+        if made.messages:
+            log.warning("pagedkern: %s: %s", file, made.messages)
+        _write(path, code := made.code)
     return code
 
 
@@ -47,22 +49,36 @@ def options_for(macros: Mapping[str, str], capability: int, supported: tuple[int
     return (f"--gpu-architecture={kind}_{newest}", "--std=c++17", *defines)
 
 
-def build(file: str, options: tuple[str, ...], ptx: bool = False) -> bytes:
-    """Compile now. Returns a cubin, or PTX if asked for or if the options name a virtual architecture."""
+class Build(NamedTuple):
+    """What came out of the compiler."""
+
+    code: bytes  # a cubin, or PTX if the options name a virtual architecture
+    ptx: str
+    messages: str
+
+
+def build(file: str, options: tuple[str, ...]) -> Build:
+    """Compile now."""
     nvrtc = _nvrtc()
     names, texts = zip(*headers(), strict=True)
     program = nvrtc.createProgram(source(file), file, [t.encode() for t in texts], [n.encode() for n in names])
     try:
         nvrtc.compileProgram(program, options)
-        if messages := nvrtc.getProgramLog(program).strip("\0\n "):
-            log.warning("pagedkern: %s: %s", file, messages)
-        virtual = ptx or options[0].partition("=")[2].startswith("compute")
-        code = nvrtc.getPTX(program) if virtual else nvrtc.getCUBIN(program)
-        return code if isinstance(code, bytes) else code.encode()
+        ptx = nvrtc.getPTX(program)
+        text = ptx.decode() if isinstance(ptx, bytes) else ptx
+        virtual = options[0].partition("=")[2].startswith("compute")
+        return Build(
+            text.encode() if virtual else nvrtc.getCUBIN(program), text, nvrtc.getProgramLog(program).strip("\0\n ")
+        )
     except nvrtc.NVRTCError as error:
         raise type(error)(error.status, f"{file}: {nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+def version() -> tuple[int, ...]:
+    """Of NVRTC."""
+    return tuple(_nvrtc().getVersion())
 
 
 @cache

@@ -103,7 +103,7 @@ def default_config(problem: Problem) -> CupyConfig:
         stages=max(2, min(4, SHARED_BYTES // (tile * row))),
         num_splits=max(4, min(64, 128 // problem.num_kv_heads)),
         decode_tokens=max(1, 32 // problem.group),
-        prefill_tile=tile,
+        prefill_tile=min(tile, 64 if sum(model.padded_dims) <= 384 else 32),  # what registers hold
     )
 
 

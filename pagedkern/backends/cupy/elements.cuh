@@ -28,6 +28,21 @@ INLINE float from_byte(unsigned code, int dtype) {
          : dtype == PAGEDKERN_DTYPE_FLOAT8_E4M3FN ? from_e4m3(code) : from_e5m2(code);
 }
 
+/* Two codes of 8 bits, in the upper bytes of the two halves of `codes`, as a pair of float16 or bfloat16. Exact: float16
+ * holds every number of 8 bits, and so does bfloat16. */
+INLINE unsigned pair_from_bytes(unsigned codes, int dtype, bool bf16) {
+  unsigned pair = codes; /* e5m2 is the upper half of a float16 */
+  if (dtype == PAGEDKERN_DTYPE_INT8) {
+    pair = sub_half2(codes >> 8 ^ 0x64806480u, 0x64806480u); /* 1024 + (x + 128), less 1152 */
+  } else if (dtype == PAGEDKERN_DTYPE_FLOAT8_E4M3FN) {
+    const unsigned magnitude = (codes & 0x7f007f00u) >> 1;              /* its exponent is 8 too small */
+    const unsigned nan = (magnitude + 0x00800080u) & 0x40004000u;       /* 0x7f was NaN: make the exponent all ones */
+    pair = mul_half2(magnitude, 0x5c005c00u) | (nan - (nan >> 5)) | (codes & 0x80008000u);
+  }
+  if (!bf16) return pair;
+  return __byte_perm(__float_as_uint(from_half(pair & 0xffffu)), __float_as_uint(from_half(pair >> 16)), 0x7632);
+}
+
 INLINE float from_16_bits(unsigned bits, int dtype) {
   return dtype == PAGEDKERN_DTYPE_BFLOAT16 ? from_bfloat16(bits & 0xffffu) : from_half(bits & 0xffffu);
 }

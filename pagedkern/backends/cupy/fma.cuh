@@ -9,12 +9,11 @@
 
 struct FmaCore {
   static constexpr int ROWS = MAX_ROWS; /* of a lane: all of the warp's */
-  static constexpr int SCORES = 1;
 
   const Constants &i;
   const int lane;
   const float *q;                           /* [rows, dim_k] in shared memory */
-  float s[ROWS][SCORES];                    /* [rows] score, then weight, of the lane's key */
+  float s[ROWS];                            /* [rows] score, then weight, of the lane's key */
   float acc[ROWS][MAX_DIM / 128][4];        /* [rows][ceil(dim_v / 128)] weighted sums of values */
 
   INLINE FmaCore(const Constants &i_) : i(i_), lane(threadIdx.x % 32), q(nullptr) {
@@ -28,6 +27,7 @@ struct FmaCore {
   INLINE int keys() const { return i.tile / i.key_warps; } /* of this warp in a tile: 8, 16 or 32 */
   INLINE int rows() const { return i.rows; }
   INLINE int scores() const { return 1; }
+  INLINE float &at(int r, int e) { return s[r]; }
   INLINE int row(int r) const { return r; }
   INLINE int key(int e) const { return lane % keys(); }
   INLINE bool counts() const { return lane < keys(); } /* the other lanes of a key repeat its score */
@@ -55,7 +55,7 @@ struct FmaCore {
 
   INLINE void score(const unsigned char *tile, int pitch) {
 #pragma unroll
-    for (int r = 0; r < i.rows; r++) s[r][0] = 0.0f;
+    for (int r = 0; r < i.rows; r++) s[r] = 0.0f;
     const unsigned char *row = tile + lane % keys() * pitch; /* [dim_k] the lane's key */
 #pragma unroll 4
     for (int d = lane / keys() * 4; d < i.dim_k; d += 128 / keys()) {
@@ -63,12 +63,12 @@ struct FmaCore {
 #pragma unroll
       for (int r = 0; r < i.rows; r++) {
         const float4 x = *(const float4 *)(q + r * i.dim_k + d);
-        s[r][0] = fmaf(x.w, k.w, fmaf(x.z, k.z, fmaf(x.y, k.y, fmaf(x.x, k.x, s[r][0]))));
+        s[r] = fmaf(x.w, k.w, fmaf(x.z, k.z, fmaf(x.y, k.y, fmaf(x.x, k.x, s[r]))));
       }
     }
 #pragma unroll
     for (int r = 0; r < i.rows; r++) {
-      for (int step = keys(); step < 32; step *= 2) s[r][0] += __shfl_xor_sync(ALL_LANES, s[r][0], step);
+      for (int step = keys(); step < 32; step *= 2) s[r] += __shfl_xor_sync(ALL_LANES, s[r], step);
     }
   }
 
@@ -85,7 +85,7 @@ struct FmaCore {
   INLINE void gather(const unsigned char *tile, int pitch, bool masked, const Sees &sees, float *scratch) {
     if (lane < keys()) {
 #pragma unroll
-      for (int r = 0; r < i.rows; r++) scratch[lane * i.rows + r] = masked && !sees(r, lane) ? -0.0f : s[r][0];
+      for (int r = 0; r < i.rows; r++) scratch[lane * i.rows + r] = masked && !sees(r, lane) ? -0.0f : s[r];
     }
     __syncwarp();
     for (int k = 0; k < keys(); k++) {

@@ -14,13 +14,13 @@
 
 struct MmaCore {
   static constexpr int ROWS = 2; /* of a lane */
-  static constexpr int SCORES = MAX_KEYS / 4;
 
   const Constants &i;
   const int lane;
-  unsigned q[MAX_DIM / 16][4];   /* [dim_k / 16] left operands, 16 rows x 16 elements */
-  float s[ROWS][SCORES];         /* [2][keys / 4] scores, then weights */
-  float acc[MAX_DIM / 8][4];     /* [dim_v / 8] 16 rows x 8 elements of the weighted sum of values */
+  const unsigned char *queries; /* the warp's rows of q in shared memory, [16, pitch] bytes */
+  unsigned q[MAX_DIM / 16][4];  /* [dim_k / 16] the same as left operands, if registers hold them */
+  float s[MAX_KEYS / 8][4];     /* [keys / 8] scores, then weights: 16 rows x 8 keys */
+  float acc[MAX_DIM / 8][4];    /* [dim_v / 8] 16 rows x 8 elements of the weighted sum of values */
 
   INLINE MmaCore(const Constants &i_)
       : i(i_), lane(threadIdx.x % 32) {
@@ -33,6 +33,7 @@ struct MmaCore {
   INLINE int keys() const { return i.tile / i.key_warps; }                   /* of this warp in a tile: 16, 32, 48, 64 */
   INLINE int rows() const { return 2; }
   INLINE int scores() const { return keys() / 4; }
+  INLINE float &at(int r, int e) { return s[e / 2][2 * r + e % 2]; }
   INLINE int row(int r) const { return lane / 4 + 8 * r; }                       /* of the warp's 16 */
   INLINE int key(int e) const { return e / 2 * 8 + lane % 4 * 2 + e % 2; }       /* of the warp's keys */
   INLINE bool counts() const { return true; }                                    /* no key is in two lanes */
@@ -55,41 +56,37 @@ struct MmaCore {
   }
   INLINE static int q_chunk(const Constants &i) { return 16; } /* bytes of 8 elements in shared memory */
 
+  INLINE bool resident() const { return i.dim_k + i.dim_v <= 384; } /* q is kept in registers */
+
   /* tile: the warp's rows of q, [16, pitch] bytes. */
   INLINE void load_q(const unsigned char *tile) {
-    const int pitch = q_pitch(i);
+    queries = tile;
+    if (!resident()) return;
 #pragma unroll
-    for (int k = 0; k < i.dim_k / 16; k++) {
-      if (!narrow()) {
-        ldmatrix(q[k], tile + lane % 16 * pitch + k * 32 + lane / 16 * 16);
-      } else { /* the lane's word of K holds elements 4*(l%4) .. +3 */
-        const unsigned char *at = tile + lane / 4 * pitch + k * 32 + lane % 4 * 8;
-        const uint2 upper = *(const uint2 *)at, lower = *(const uint2 *)(at + 8 * pitch);
-        q[k][0] = upper.x, q[k][1] = lower.x, q[k][2] = upper.y, q[k][3] = lower.y;
-      }
-    }
+    for (int k = 0; k < i.dim_k / 16; k++) left(q[k], k);
   }
 
   /* s = q k^T. tile: the warp's keys, [keys, pitch] bytes. */
   INLINE void score(const unsigned char *tile, int pitch) {
 #pragma unroll
-    for (int n = 0; n < keys() / 16; n++) {
-      float left[4] = {0, 0, 0, 0}, right[4] = {0, 0, 0, 0}; /* keys 16n .. +7 and 16n+8 .. +15 */
+    for (int n = 0; n < keys() / 8; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 #pragma unroll
-      for (int k = 0; k < i.dim_k / 16; k++) {
+    for (int k = 0; k < i.dim_k / 16; k++) {
+      unsigned a[4] = {q[k][0], q[k][1], q[k][2], q[k][3]};
+      if (!resident()) left(a, k);
+#pragma unroll
+      for (int n = 0; n < keys() / 16; n++) { /* 16 keys */
         unsigned b[4];
         if (!narrow()) {
           ldmatrix(b, tile + (n * 16 + lane / 16 * 8 + lane % 8) * pitch + k * 32 + lane / 8 % 2 * 16);
         } else {
-          const unsigned char *at = tile + (n * 16 + lane / 4) * pitch + k * 16 + lane % 4 * 4;
-          widen(b, *(const unsigned *)at);
-          widen(b + 2, *(const unsigned *)(at + 8 * pitch));
+          const unsigned char *from = tile + (n * 16 + lane / 4) * pitch + k * 16 + lane % 4 * 4;
+          widen(b, *(const unsigned *)from);
+          widen(b + 2, *(const unsigned *)(from + 8 * pitch));
         }
-        mma(left, q[k], b[0], b[1], bf16());
-        mma(right, q[k], b[2], b[3], bf16());
+        mma(s[2 * n], a, b[0], b[1], bf16());
+        mma(s[2 * n + 1], a, b[2], b[3], bf16());
       }
-      s[0][4 * n] = left[0], s[0][4 * n + 1] = left[1], s[1][4 * n] = left[2], s[1][4 * n + 1] = left[3];
-      s[0][4 * n + 2] = right[0], s[0][4 * n + 3] = right[1], s[1][4 * n + 2] = right[2], s[1][4 * n + 3] = right[3];
     }
   }
 
@@ -108,8 +105,8 @@ struct MmaCore {
       unsigned a[4];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        a[2 * half] = pack(s[0][4 * k + 2 * half], s[0][4 * k + 2 * half + 1], bf16());
-        a[2 * half + 1] = pack(s[1][4 * k + 2 * half], s[1][4 * k + 2 * half + 1], bf16());
+        a[2 * half] = pack(s[2 * k + half][0], s[2 * k + half][1], bf16());
+        a[2 * half + 1] = pack(s[2 * k + half][2], s[2 * k + half][3], bf16());
       }
       if (!narrow()) {
 #pragma unroll
@@ -149,6 +146,18 @@ struct MmaCore {
   }
 
 private:
+  /* The k-th 16 elements of the warp's rows of q as a left operand. */
+  INLINE void left(unsigned a[4], int k) const {
+    const int pitch = q_pitch(i);
+    if (!narrow()) {
+      ldmatrix(a, queries + lane % 16 * pitch + k * 32 + lane / 16 * 16);
+    } else { /* the lane's word of K holds elements 4*(l%4) .. +3 */
+      const unsigned char *from = queries + lane / 4 * pitch + k * 32 + lane % 4 * 8;
+      const uint2 upper = *(const uint2 *)from, lower = *(const uint2 *)(from + 8 * pitch);
+      a[0] = upper.x, a[1] = lower.x, a[2] = upper.y, a[3] = lower.y;
+    }
+  }
+
   /* Which element of V acc[n][c] is of, c = 0 or 1. */
   INLINE int column(int n, int c) const {
     const int place = lane % 4 * 2 + c;
@@ -157,18 +166,19 @@ private:
 
   /* Four elements of 8 bits as two pairs of 16 bits. */
   INLINE void widen(unsigned to[2], unsigned word) const {
-    to[0] = pack(from_byte(word, i.kv_dtype), from_byte(word >> 8, i.kv_dtype), bf16());
-    to[1] = pack(from_byte(word >> 16, i.kv_dtype), from_byte(word >> 24, i.kv_dtype), bf16());
+    to[0] = pair_from_bytes(__byte_perm(word, 0, 0x1404), i.kv_dtype, bf16());
+    to[1] = pair_from_bytes(__byte_perm(word, 0, 0x3424), i.kv_dtype, bf16());
   }
 
   /* w: the words of four keys; b[j]: element j of the first two and of the last two keys, in 16 bits. */
   INLINE void cross(unsigned b[4][2], const unsigned w[4]) const {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int half = 0; half < 2; half++) {
+      const unsigned low = __byte_perm(w[2 * half], w[2 * half + 1], 0x5140);  /* elements 0 and 1, keys side by side */
+      const unsigned high = __byte_perm(w[2 * half], w[2 * half + 1], 0x7362); /* elements 2 and 3 */
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        b[j][half] = pack(from_byte(w[2 * half] >> 8 * j, i.kv_dtype), from_byte(w[2 * half + 1] >> 8 * j, i.kv_dtype),
-                          bf16());
+      for (int j = 0; j < 4; j++)
+        b[j][half] = pair_from_bytes(__byte_perm(j < 2 ? low : high, 0, j % 2 ? 0x3424 : 0x1404), i.kv_dtype, bf16());
     }
   }
 
@@ -206,7 +216,7 @@ private:
         const int k = e / 2 * 8 + other * 2 + e % 2;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-          const float p = __shfl_sync(ALL_LANES, s[r][e], lane / 4 * 4 + other);
+          const float p = __shfl_sync(ALL_LANES, at(r, e), lane / 4 * 4 + other);
           if (!sees(r, k)) continue;
 #pragma unroll
           for (int n = 0; n < i.dim_v / 8; n++) {

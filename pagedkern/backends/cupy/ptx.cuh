@@ -204,4 +204,25 @@ INLINE unsigned pack(float low, float high, bool bf16) {
 #endif
 }
 
+/* Arithmetic on two float16 numbers at once. */
+INLINE unsigned sub_half2(unsigned a, unsigned b) {
+#ifdef PAGEDKERN_HOST
+  return pack(from_half(a & 0xffffu) - from_half(b & 0xffffu), from_half(a >> 16) - from_half(b >> 16), false);
+#else
+  unsigned d;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+#endif
+}
+
+INLINE unsigned mul_half2(unsigned a, unsigned b) {
+#ifdef PAGEDKERN_HOST
+  return pack(from_half(a & 0xffffu) * from_half(b & 0xffffu), from_half(a >> 16) * from_half(b >> 16), false);
+#else
+  unsigned d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+#endif
+}
+
 #endif /* PAGEDKERN_PTX_CUH */
