@@ -95,7 +95,7 @@ def device(name: str, value: Tensor, expected: torch.device, of: str) -> None:
 
 
 def shape(name: str, value: Tensor, expected: tuple[int, ...], axes: str) -> None:
-    if tuple(value.shape) != expected:
+    if value.shape != expected:
         refuse(name, f"shape {list(value.shape)}", f"{axes} = {list(expected)}")
 
 
@@ -170,14 +170,17 @@ def caches(k_cache: object, v_cache: object, *, write: bool = False) -> tuple[Te
     dtype("k_cache", k, *FLOATS, *QUANTIZED)
     dtype("v_cache", v, k.dtype)
     device("v_cache", v, k.device, "k_cache")
-    if v.shape[:3] != k.shape[:3]:
+    blocks, size, heads, dim = k.shape
+    v_blocks, v_size, v_heads, v_dim = v.shape
+    if v_blocks != blocks or v_size != size or v_heads != heads:
         refuse(
             "v_cache", f"shape {list(v.shape)}", f"the blocks, block size and KV heads of k_cache {list(k.shape[:3])}"
         )
-    for name, cache in (("k_cache", k), ("v_cache", v)):
-        if 0 in cache.shape[1:]:
-            refuse(name, f"shape {list(cache.shape)}", "at least 1 in block size, KV heads and head_dim")
-        last_contiguous(name, cache)
+    if size == 0 or heads == 0 or dim == 0 or v_dim == 0:
+        name, empty = ("v_cache", v) if size and heads and dim else ("k_cache", k)
+        refuse(name, f"shape {list(empty.shape)}", "at least 1 in block size, KV heads and head_dim")
+    last_contiguous("k_cache", k)
+    last_contiguous("v_cache", v)
     return k, v
 
 
@@ -213,6 +216,8 @@ def written(name: str, value: Tensor) -> None:
 
     For tensors with memory, inside an operator: `torch.compile` cannot trace the sorting.
     """
+    if value.is_contiguous():
+        return
     reach = 1  # elements that the dimensions of smaller stride span
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1:

@@ -108,8 +108,7 @@ def _attention(
     lse: Tensor | None,
 ) -> None:
     written("out", out)
-    for name, other in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        _refuse_overlap("out", out, name, other)
+    _refuse_overlap("out", out, ("q", "k_cache", "v_cache"), (q, k_cache, v_cache))
     problem = attention_problem(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, scale, causal, sliding_window, softcap,
         alibi_slopes, sinks,
@@ -139,12 +138,10 @@ def _write_kv(
 ) -> None:
     written("k_cache", k_cache)
     written("v_cache", v_cache)
-    _refuse_overlap("v_cache", v_cache, "k_cache", k_cache)
-    for name, new in (("k", k), ("v", v)):
-        _refuse_overlap("k_cache", k_cache, name, new)
-        _refuse_overlap("v_cache", v_cache, name, new)
+    _refuse_overlap("v_cache", v_cache, ("k_cache", "k", "v"), (k_cache, k, v))
+    _refuse_overlap("k_cache", k_cache, ("k", "v"), (k, v))
     num_blocks, block_size, kv_heads, head_dim = k_cache.shape
-    problem = Problem(
+    problem = _problem(
         k.device.type, DTYPE_NAMES[k.dtype], DTYPE_NAMES[k_cache.dtype], kv_heads, kv_heads, head_dim, v_cache.shape[3],
         block_size, 0, k.shape[0], 0, num_blocks * block_size, "write_kv",
     )  # fmt: skip
@@ -159,7 +156,7 @@ def _write_kv(
 def _copy_blocks(caches: list[Tensor], src_blocks: Tensor, dst_blocks: Tensor, backend: str, debug: bool) -> None:
     for i, cache in enumerate(caches):
         written(f"caches[{i}]", cache)
-    problem = Problem(src_blocks.device.type, "", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, "copy_blocks")
+    problem = _problem(src_blocks.device.type, "", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, "copy_blocks")
     distinct = {(cache.data_ptr(), cache.shape, cache.stride()): cache for cache in caches}  # layers may share a cache
     call = CopyCall(list(distinct.values()), src_blocks, dst_blocks)
     if debug:
@@ -196,10 +193,15 @@ def _constant(length: int, number: float, device: torch.device) -> Tensor:
     return torch.full((length,), number, dtype=torch.float32, device=device)
 
 
-def _refuse_overlap(name: str, written: Tensor, other_name: str, other: Tensor) -> None:
+def _refuse_overlap(name: str, written: Tensor, names: tuple[str, ...], others: tuple[Tensor, ...]) -> None:
     """Refuse to write into memory that the call also reads, or writes by another name."""
-    if written.numel() and other.numel() and _overlap(written, other):
-        refuse(name, f"memory that overlaps {other_name}", "memory of its own")
+    start, end = written.data_ptr(), written.data_ptr() + written.untyped_storage().nbytes()
+    for other_name, other in zip(names, others, strict=True):
+        address = other.data_ptr()
+        if address >= end or address + other.untyped_storage().nbytes() <= start:
+            continue  # the common case, without looking at strides
+        if written.numel() and other.numel() and _overlap(written, other):
+            refuse(name, f"memory that overlaps {other_name}", "memory of its own")
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -209,8 +211,6 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     overlapping as soon as their extents cross.
     """
     offset = b.data_ptr() - a.data_ptr()  # bytes
-    if offset >= a.untyped_storage().nbytes() or -offset >= b.untyped_storage().nbytes():
-        return False  # the common case, without looking at strides
     dims = [
         sorted(
             ((stride * x.element_size(), size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)

@@ -146,7 +146,7 @@ def paged_attention(
     else:
         result = check.output("out", out, expected, "[num_tokens, num_heads, head_dim_v]", query.dtype, query)
     lse = query.new_empty(expected[:2], dtype=torch.float32) if return_lse else None
-    torch.ops.pagedkern.attention(*arguments, debug, result, lse)
+    torch.ops.pagedkern.attention.default(*arguments, debug, result, lse)
     return result if lse is None else (result, lse)
 
 
@@ -303,7 +303,7 @@ def write_kv(
     k_scales, k_number = check.scale("k_scale", k_scale, keys)
     v_scales, v_number = check.scale("v_scale", v_scale, values)
     check.flag("debug", debug)
-    torch.ops.pagedkern.write_kv(
+    torch.ops.pagedkern.write_kv.default(
         new_k, new_v, keys, values, slots, k_scales, v_scales, k_number, v_number, check.backend_name(backend), debug
     )
 
@@ -343,7 +343,7 @@ def copy_blocks(
     check.flag("debug", debug)
     name = check.backend_name(backend)
     if checked:
-        torch.ops.pagedkern.copy_blocks(checked, src, dst, name, debug)
+        torch.ops.pagedkern.copy_blocks.default(checked, src, dst, name, debug)
 
 
 def merge_states(out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike) -> tuple[Tensor, Tensor]:
