@@ -223,7 +223,8 @@ def _untuned(problem: Problem) -> str | None:
     """The backend of "auto" for a problem that was not tuned."""
     for name in registry.names():
         implementation = registry.load(name)
-        if implementation.probe().available and implementation.supports(problem) is None:
+        probe = implementation.probe()
+        if probe.available and not probe.emulated and implementation.supports(problem) is None:
             return name
     return None
 

@@ -186,7 +186,7 @@ def _logs(planned: Sequence[Space], journal: Path | None, resume: bool) -> tuple
 
 def _open(path: Path | None, run: Run, planned: Sequence[Space], logs: Sequence[Log]) -> records.Journal | None:
     """Begin the journal with what is known. A place that cannot be written costs the records, not the run."""
-    if path is None:
+    if path is None or not planned:
         return None
     try:
         book = records.Journal(path)

@@ -16,14 +16,23 @@ import torch
 
 import pagedkern
 from pagedkern.autotune import store
-from pagedkern.autotune.__main__ import main
-from pagedkern.autotune.search import Log
+from pagedkern.autotune.cli import main
+from pagedkern.autotune.log import Log
 from pagedkern.autotune.space import Space, workloads
 from pagedkern.autotune.store import device
-from pagedkern.autotune.tune import tune
+from pagedkern.autotune.tune import Order, tune
 
 SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seqs", "2", "--context", "100", "--prompt", "40"]
-TINY = [*SHAPE, "--device", "cpu", "--block-sizes", "8,16", "--budget", "170s"]  # of which a second or two is needed
+TINY = [
+    *SHAPE,
+    "--device",
+    "cpu",
+    "--block-sizes",
+    "8,16",
+    "--budget",
+    "170s",
+    "--in-process",
+]  # of which a second or two is needed
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +149,7 @@ def test_show(capsys: pytest.CaptureFixture[str], home: Path) -> None:
         (["--bud", "3s"], "unrecognized"),
         (["--context", "1.5"], "accepted is a whole number"),
         (["show", "--budget", "3s"], "unrecognized"),
-        (["replay"], "there are tune, show"),
+        (["tuen"], "there are tune, show"),
         (["tune", "extra"], "unrecognized"),
     ],
 )
@@ -191,7 +200,7 @@ def test_what_one_problem_leaves_the_next_one_has(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("pagedkern.autotune.tune.search", search)
     both = workloads("cpu", heads=(4, 2, 16), num_seqs=2, context=100, prompt=40)
-    run = tune(both, [16], ["reference"], 60.0, make_runner=lambda *_: None)  # type: ignore[arg-type,return-value]
+    run = tune(Order(both, [16], ["reference"]), make_runner=lambda *_: None)  # type: ignore[arg-type,return-value]
     assert shares == [30.0, 50.0]
     assert run.exit_code == 1
 
@@ -248,7 +257,8 @@ def test_a_store_that_cannot_be_written(
 def test_too_little_time_decides_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--budget", "0.001s"]) == 1
     assert "Take a longer --budget" in " ".join(capsys.readouterr().out.split())
-    assert not home.exists()
+    assert not (home / "tuned").exists()
+    assert not (home / "rates").exists()
 
 
 def test_a_named_backend_that_is_not_there(

@@ -105,7 +105,7 @@ def test_a_search_goes_on_without_what_is_lost(add_backend: Callable[[str, str],
     made = Workers(Limits(check=20.0, sample=3.0))
     log = Log()
     try:
-        search(space, made.runner(space, 0), log, 40.0, exhaustive=True)
+        search(space, made.runner(space, 0), log, 100.0, exhaustive=True)
     finally:
         made.close()
     lost = tiles(space, "later")[128]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pagedkern.autotune import report, store
+from pagedkern.autotune import store
 from pagedkern.autotune.decision import decide
 from pagedkern.autotune.log import Log
+from pagedkern.autotune.report import document, progress, terminal
 from pagedkern.autotune.space import Candidate, Space, Workload, workloads
 from pagedkern.autotune.store import Tuned
 from pagedkern.autotune.tune import Outcome, Run
@@ -55,7 +56,7 @@ def run(tmp_path: Path) -> Run:
 
 def printed(run: Run, width: int = 80, every: bool = False) -> str:
     file = io.StringIO()
-    report.show_run(Console(file=file, width=width), run, every=every)
+    terminal.show_run(Console(file=file, width=width), run, every=every)
     return file.getvalue()
 
 
@@ -81,11 +82,11 @@ def test_the_table_fits_and_says_what_there_is(run: Run, width: int, every: bool
         assert expected in flat, expected
     assert flat.count("cpu(span=1024), untuned") == 6  # three block sizes of two problems, none cut short
     assert ("out after screening" in flat) == (every or "3 out after screening" in flat)
-    best = [i for i, line in enumerate(lines) if f"x   {report.BEST}   cpu" in line]
+    best = [i for i, line in enumerate(lines) if f"x   {terminal.BEST}   cpu" in line]
     assert len(best) == 1
     blocks = [line.split()[0] for line in lines[: best[0] + 1] if line.split()[:1] in (["16"], ["32"], ["256"])]
     assert blocks == ["16", "32"]  # the last one named above it: not 256, which is faster by less than 2 %
-    assert sum(f"x   {report.CHOSEN}   cpu" in line for line in lines) == 2
+    assert sum(f"x   {terminal.CHOSEN}   cpu" in line for line in lines) == 2
     assert run.exit_code == 0  # in prefill nothing was proved, but the untuned choice ran in the finals
 
 
@@ -111,8 +112,8 @@ def test_the_figures_of_a_row(run: Run) -> None:
 
 
 def test_the_document_is_plain_json(run: Run) -> None:
-    document = json.loads(json.dumps(report.document(run), allow_nan=False))
-    decode, prefill = document["problems"]
+    made = json.loads(json.dumps(document.document(run), allow_nan=False))
+    decode, prefill = made["problems"]
     assert decode["best"]["block_size"] == 32
     assert decode["best"]["gain"] == pytest.approx(1.5)
     assert prefill["best"] is None
@@ -131,7 +132,7 @@ def test_a_run_without_candidates_or_backends() -> None:
     empty = Space(decode, (), ("block size 16: none",))
     run = Run({"type": "cpu", "name": "P", "threads": 1}, [Outcome(empty, Log(), decide(empty, Log()))])
     assert "No backend of this machine computes this" in printed(run)
-    json.dumps(report.document(run), allow_nan=False)
+    json.dumps(document.document(run), allow_nan=False)
     assert run.exit_code == 1
     assert Run({"type": "cpu", "name": "P", "threads": 1}).exit_code == 1
 
@@ -152,28 +153,28 @@ def test_the_store_is_listed() -> None:
     tuned = Tuned({}, 0.1, False, 1.25, 1.2, 9, "cpu(span=1024)", 4, 4, 1, 2000, 2000)
     store.save(problem, {"reference": tuned})
     file = io.StringIO()
-    report.show_stored(Console(file=file, width=80), list(store.contents()))
+    terminal.show_stored(Console(file=file, width=80), list(store.contents()))
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert any("reference()" in line and "1.25x" in line and "auto" in line for line in lines)
-    assert json.loads(json.dumps(report.stored_document(store.contents())))[0]["state"] == "auto"
+    assert json.loads(json.dumps(document.stored_document(store.contents())))[0]["state"] == "auto"
 
 
 def test_progress_without_a_terminal_is_a_line_a_stage() -> None:
     file = io.StringIO()
-    with report.Progress(Console(file=file, width=80), 60.0) as progress:
+    with progress.Progress(Console(file=file, width=80), 60.0) as bar:
         for step in ("decode: screening - 1 of 2", "decode: screening - 2 of 2", "decode: finals - round 1 of 41"):
-            progress.tell(step, None, None)
+            bar.tell(step, None, None)
     assert [line.split("s  ")[1] for line in file.getvalue().splitlines()] == ["decode: screening", "decode: finals"]
 
 
 def test_progress_counts_no_preparations(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(report.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     file, plain = io.StringIO(), io.StringIO()
     with (
-        report.Progress(Console(file=file, width=120, force_terminal=True), 60.0) as bar,
-        report.Progress(Console(file=plain, width=80), 60.0) as lines,
+        progress.Progress(Console(file=file, width=120, force_terminal=True), 60.0) as bar,
+        progress.Progress(Console(file=plain, width=80), 60.0) as lines,
     ):
         for step, seconds in (
             ("decode: laying out the caches", 7),
@@ -202,8 +203,8 @@ def test_progress_counts_no_preparations(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_progress_on_a_terminal_shows_the_time_left_and_the_best() -> None:
     file = io.StringIO()
     candidate = Candidate(32, "cpu", "{}")
-    with report.Progress(Console(file=file, width=80, force_terminal=True), 60.0) as progress:
-        progress.tell("decode: finals - round 1 of at most 41", candidate, 0.0123)
+    with progress.Progress(Console(file=file, width=80, force_terminal=True), 60.0) as bar:
+        bar.tell("decode: finals - round 1 of at most 41", candidate, 0.0123)
     text = file.getvalue()
     assert "decode: finals - round 1" in text
     assert "s left" in text

@@ -110,8 +110,8 @@ def test_backends_that_cannot_be_measured(add_backend: Callable[[str, str], None
     usable, refused = usable_backends("cpu")
     assert "reference" in usable
     assert not {"absent", "emulated"} & set(usable)
-    assert refused == [
+    assert refused[-2:] == [
         "absent: no module named 'absent': pip install pagedkern[absent]",
         "emulated: emulated on this machine",
     ]
-    assert usable_backends("cpu", ["emulated", "absent"]) == (["emulated"], refused[:1])
+    assert usable_backends("cpu", ["emulated", "absent"]) == (["emulated"], refused[-2:-1])

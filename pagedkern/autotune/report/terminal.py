@@ -1,16 +1,14 @@
-"""How a run is shown: tables for people (rich, 80 columns wide or more), a document for programs, progress."""
+"""What a run came to, as tables: rich, 80 columns wide or more."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pagedkern.autotune.decision import ERROR_RATE, MIN_ROUNDS, compare
-from pagedkern.autotune.search import COMPILING, LAYING_OUT
+from pagedkern.autotune.report.formats import digits, time_text
+from pagedkern.autotune.report.serving import show_served
 from pagedkern.autotune.store import MIN_GAIN, Stored
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.tune import Outcome, Run
@@ -33,50 +31,12 @@ def show_run(console: Console, run: Run, every: bool = False) -> None:
             console.print(_table(outcome, every))
         for line in _notes(outcome, every):
             _say(console, line, "bold" if line.startswith("Best") else "")
+    if run.served:
+        _say(console, "")
+        show_served(console, run.served)
     _say(console, "")
     for line in [*(f"Not measured: {reason}." for reason in run.unusable), *_conclusion(run)]:
         _say(console, line, "bold red" if line.startswith("Not stored") else "")
-
-
-def document(run: Run) -> dict[str, object]:
-    """Everything that was measured and decided, as a JSON object."""
-    return {
-        "device": dict(run.device),
-        "interrupted": run.interrupted,
-        "unusable_backends": run.unusable,
-        "problems": [_outcome_document(outcome) for outcome in run.outcomes],
-    }
-
-
-def plan_document(spaces: Iterable[Space], unusable: list[str]) -> dict[str, object]:
-    """What a run would measure, as a JSON object."""
-    problems = [
-        {
-            "workload": asdict(space.workload),
-            "candidates": [_candidate_document(candidate) for candidate in space.candidates],
-            "refused": list(space.refused),
-        }
-        for space in spaces
-    ]
-    return {"unusable_backends": unusable, "problems": problems}
-
-
-def stored_document(stored: Iterable[Stored]) -> list[dict[str, object]]:
-    """The contents of the store, as a list of JSON objects."""
-    return [
-        {
-            "path": str(entry.path),
-            "device": dict(entry.device),
-            "problem": asdict(entry.key),
-            "backend": entry.backend,
-            "config": dict(entry.tuned.config),
-            "gain": entry.tuned.gain,
-            "gain_low": entry.tuned.gain_low,
-            "when": entry.tuned.when,
-            "state": entry.state,
-        }
-        for entry in stored
-    ]
 
 
 def show_plan(console: Console, spaces: Iterable[Space], unusable: list[str]) -> None:
@@ -118,64 +78,6 @@ def show_stored(console: Console, stored: list[Stored]) -> None:
     )
 
 
-class Progress:
-    """A bar over the time budget with what happens now and the best so far; without a terminal, one line a stage.
-
-    Time spent on preparations, which the budget does not count, is not counted here either. It is drawn between
-    measurements only, by the thread that measures.
-    """
-
-    def __init__(self, console: Console, budget: float) -> None:
-        from rich import progress
-
-        self._console = console
-        self._budget = budget
-        self._stage = ""
-        self._drawn = 0.0
-        columns = ("{task.description}", progress.BarColumn(20), "{task.fields[left]}", "{task.fields[best]}")
-        self._bar = progress.Progress(*columns, console=console, auto_refresh=False, transient=True)
-        self._task = self._bar.add_task("", total=budget, left="", best="")
-        self._begin = self._start = self._last = time.monotonic()
-        self._preparing = True
-
-    def __enter__(self) -> Progress:
-        if self._console.is_terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._console.is_terminal:
-            self._bar.stop()
-
-    def tell(self, step: str, best: Candidate | None, seconds: float | None) -> None:
-        """See `search.Tell`."""
-        now = time.monotonic()
-        if self._preparing:
-            self._start += now - self._last
-        self._last = now
-        stage = step.partition(" - ")[0]
-        self._preparing = stage.endswith((LAYING_OUT, COMPILING))
-        if not self._console.is_terminal:
-            if stage != self._stage:
-                self._stage = stage
-                note = ", not counted in the budget" if self._preparing else ""
-                self._console.print(f"{now - self._begin:5.0f} s  {stage}{note}", highlight=False)
-        elif now - self._drawn > 0.1:
-            self._drawn = now
-            left = f"{max(0.0, self._budget - now + self._start):.0f} s left" if not self._preparing else "not counted"
-            so_far = f"best {_time(seconds)}, block {best.block_size}" if best and seconds else ""
-            self._bar.update(
-                self._task,
-                completed=min(now - self._start, self._budget),
-                description=step[:40],
-                left=left,
-                best=so_far,
-            )
-            self._bar.refresh()
-
-
 def _say(console: Console, text: str, style: str = "") -> None:
     """Print plain text: no markup is read from it, for reasons and paths may hold brackets."""
     console.print(text, style=style or None, highlight=False, markup=False)
@@ -215,7 +117,7 @@ def _figures(outcome: Outcome, candidate: Candidate) -> list[str]:
     yardstick = outcome.log.seconds(outcome.space.baseline)
     estimate = f"~{yardstick / seconds:.2g}x" if yardstick else "-"
     speed = f"{ratio.ratio:.2f}x" if ratio.rounds else estimate
-    return [_time(seconds), _digits(rate), *(["-" if share is None else f"{share:.0%}"] if decode else []), speed]
+    return [time_text(seconds), digits(rate), *(["-" if share is None else f"{share:.0%}"] if decode else []), speed]
 
 
 def _mark(outcome: Outcome, candidate: Candidate) -> tuple[str, str | None]:
@@ -247,7 +149,7 @@ def _shown(outcome: Outcome, every: bool) -> list[Candidate]:
 
 def _headline(outcome: Outcome) -> str:
     read = outcome.read_bandwidth
-    plain = f" Plain read: {_digits(read / 1e9)} GB/s." if read and outcome.space.workload.kind == "decode" else ""
+    plain = f" Plain read: {digits(read / 1e9)} GB/s." if read and outcome.space.workload.kind == "decode" else ""
     return f"{outcome.space.workload.kind.capitalize()}: {outcome.space.workload}.{plain}"
 
 
@@ -297,6 +199,9 @@ def _conclusion(run: Run) -> Iterator[str]:
     for outcome in run.outcomes:
         if outcome.not_stored:
             yield f"Not stored ({outcome.space.workload.kind}): {outcome.not_stored}"
+    if run.records is not None:
+        yield "Every measurement is in (replay, report and export read it)"
+        yield f"  {run.records}"
     if run.interrupted:
         yield "Interrupted: what is shown is the best so far."
 
@@ -313,58 +218,4 @@ def _one_block_size(run: Run) -> Iterator[str]:
                 line += f"; there {other.space.workload.kind} runs at {gain.ratio:.2f}x"
         yield f"{line}."
     if moved:
-        yield "Only the time of the kernels counts here, not the memory that a sequence's last block leaves unused."
-
-
-def _outcome_document(outcome: Outcome) -> dict[str, object]:
-    space, log, verdict = outcome.space, outcome.log, outcome.verdict
-    workload = space.workload
-    rows = []
-    for c in space.candidates:
-        seconds = log.seconds(c)
-        winner = verdict.winners.get(c.block_size)
-        ratio = compare(log, c, space.baseline, ERROR_RATE)
-        rows.append(
-            {
-                **_candidate_document(c),
-                "seconds": seconds,
-                "kv_bytes_per_second": workload.kv_bytes / seconds if seconds else None,
-                "flops_per_second": workload.flops / seconds if seconds else None,
-                "share_of_read_bandwidth": outcome.share(c),
-                "speed": ratio.ratio if ratio.rounds else None,
-                "untuned": c == space.untuned(c.block_size),
-                "chosen": winner is not None and winner.candidate == c,
-                "left_out": log.left_out.get(c),
-                "rounds": [times.get(c) for times in log.finals],
-            }
-        )
-    best = verdict.best and {
-        **_candidate_document(verdict.best.candidate),
-        "gain": verdict.gain and verdict.gain.ratio,
-        "gain_low": verdict.gain and verdict.gain.low,
-        "confidence": 1 - ERROR_RATE,
-    }
-    return {
-        "workload": {**asdict(workload), "seq_lens": workload.seq_lens},
-        "baseline": _candidate_document(space.baseline) if space.candidates else None,
-        "read_bytes_per_second": log.reads,
-        "rows": rows,
-        "refused": list(space.refused),
-        "best": best,
-        "stored": {block_size: str(path) for block_size, path in outcome.stored.items()},
-        "not_stored": outcome.not_stored or None,
-        "ended": log.ended or "complete",
-    }
-
-
-def _candidate_document(candidate: Candidate) -> dict[str, object]:
-    return {"block_size": candidate.block_size, "backend": candidate.backend, "config": candidate.fields}
-
-
-def _time(seconds: float) -> str:
-    return f"{_digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{_digits(seconds * 1e6)} µs"
-
-
-def _digits(value: float) -> str:
-    """Three of them."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+        yield "Here only the time of the kernels counts; the table of workloads weighs memory and prefixes too."

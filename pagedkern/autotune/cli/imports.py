@@ -1,0 +1,44 @@
+"""`import`: take over what another machine, or another installation on this one, has exported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pagedkern.autotune import profile as profiles
+from pagedkern.autotune import store
+from pagedkern.autotune.cli import PROG, options
+from pagedkern.autotune.store import device as machine
+from pagedkern.autotune.store import files
+from pagedkern.autotune.store import profiles as stored
+from pagedkern.errors import InvalidArgument
+
+HELP = """\
+Take over a file that "export" wrote. If it is of a machine like this one in
+every respect it counts as measured here; otherwise it is what is looked at for
+want of measurements of this machine's own, if it is the one most like it.
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = options.parser("import", HELP, arguments=" FILE")
+    parser.add_argument("file", type=Path, help='a file that "export" wrote')
+    given = parser.parse_args(argv)
+    try:
+        document = files.load(given.file, profiles.FORMAT)
+        profile = profiles.from_json(document)
+    except files.INVALID as error:
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise InvalidArgument(f"{given.file}: got {why}, accepted is a file that export wrote") from error
+    kind = str(profile.device["type"])
+    here = machine.present(kind) and dict(machine.identity(kind)) == dict(profile.device)
+    try:
+        path = stored.save_rates(document, profile.shape.name()) if here else stored.save_import(document)
+    except OSError as error:
+        sys.stderr.write(f"{PROG} import: {error}\n")
+        return 3
+    store.reload()
+    whose = "this machine" if here else machine.describe(profile.device)
+    sys.stdout.write(f"Taken over: {whose}, {profile.measured}\n  {path}\n")
+    return 0

@@ -1,0 +1,128 @@
+"""What the commands share: how a parser looks, and the types of options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pagedkern.backends as registry
+from pagedkern.autotune import workloads
+from pagedkern.autotune.cli import PROG
+from pagedkern.autotune.recommend import parse_memory
+from pagedkern.autotune.records import Recorded, load
+from pagedkern.autotune.store import files
+from pagedkern.errors import InvalidArgument
+
+Add = Callable[..., argparse.Action]
+T = TypeVar("T")
+
+
+def parser(command: str, description: str, epilog: str = "", arguments: str = "") -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"{PROG} {command}",
+        usage=f"%(prog)s [options]{arguments}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_serving(add: Add, several: bool = False) -> None:
+    """--workload, --model and --memory."""
+    names = ", ".join(workloads.names())
+    what = f"{names}, or a TOML, CSV or JSONL file"
+    if several:
+        add(
+            "--workload",
+            type=workload,
+            action="append",
+            metavar="NAME",
+            help=f"{what}; may be given again (default: all presets)",
+        )
+    else:
+        add("--workload", type=workload, default="chat", metavar="NAME", help=f"{what} (default chat)")
+    shape = "heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9"
+    known = ", ".join(workloads.model_names())
+    add("--model", type=model, metavar="NAME", help=f"{known}, or a shape as {shape} (default llama-3-8b)")
+    add("--memory", type=memory, metavar="BYTES", help="of the KV cache, such as 24GB (default: half of what is free)")
+
+
+def add_json(add: Add, what: str = "a JSON document instead of tables") -> None:
+    add("--json", action="store_true", help=f"print {what}")
+
+
+def seconds(text: str) -> float:
+    units = {"": 1, "s": 1, "m": 60, "h": 3600}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    value = float(found[1]) * units[found[2]] if found else math.nan
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"got {text!r}, accepted is a time such as 90, 30s, 1.5m or 1h")
+    return value
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"got {text!r}, accepted is a whole number from 1")
+    return int(text)
+
+
+def block_sizes(text: str) -> list[int]:
+    return sorted({count(part.strip()) for part in text.split(",")})
+
+
+def backends(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in registry.names():
+            raise argparse.ArgumentTypeError(f"got {name!r}, accepted are {', '.join(registry.names())}")
+    return names
+
+
+def workload(text: str) -> workloads.Traffic:
+    return _refused(workloads.load, text)
+
+
+def model(text: str) -> workloads.Model:
+    return _refused(workloads.model, text)
+
+
+def memory(text: str) -> int:
+    return _refused(parse_memory, text)
+
+
+def _refused(make: Callable[[str], T], text: str) -> T:
+    try:
+        return make(text)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def last_records() -> Path | None:
+    """The records of the last run on this machine."""
+    home = files.directory()
+    found = sorted(home.glob("runs/*.jsonl"), key=lambda p: p.stat().st_mtime) if home else []
+    return found[-1] if found else None
+
+
+def records(path: Path | None) -> Recorded:
+    """The records of a file, or of the last run. Raises `InvalidArgument`."""
+    path = path or last_records()
+    if path is None:
+        raise InvalidArgument(f"records: none of this machine: run {PROG}, or name a file")
+    return load(path)
+
+
+def write_json(document: object) -> None:
+    json.dump(document, sys.stdout, indent=1, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def gigabytes(count_: int) -> str:
+    return f"{count_ / 1e9:,.1f} GB"

@@ -1,0 +1,67 @@
+"""`replay`: search recorded measurements again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pagedkern.autotune import workloads
+from pagedkern.autotune.cli import options
+from pagedkern.autotune.workloads import Model
+
+HELP = """\
+Search recorded measurements as a run would have searched the machine, without a
+kernel and without a clock, and show the regret: how many output tokens a second
+the choice gives away against the best of all that was recorded. Records of a run
+with --exhaustive hold the times of every candidate.
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    parser = options.parser("replay", HELP, arguments=" [FILE]")
+    parser.add_argument("file", type=Path, nargs="?", help="records (default: those of the last run)")
+    options.add_serving(parser.add_argument, several=True)
+    parser.add_argument(
+        "--budget", type=options.seconds, default=60.0, metavar="TIME", help="of the search (default 60s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    options.add_json(parser.add_argument)
+    given = parser.parse_args(argv)
+    from pagedkern.autotune.replay import regret, replay
+
+    recorded = options.records(given.file)
+    searched = replay(recorded, given.budget, given.seed)
+    model = given.model or workloads.model(workloads.model_names()[0])
+    rows = []
+    for traffic in given.workload or [workloads.load(name) for name in workloads.names()]:
+        found = regret(searched, traffic, traffic.model or model, given.memory or _memory(traffic.limit, model))
+        rows.append((traffic.name, found))
+    if given.json:
+        options.write_json(
+            {
+                "regret": {name: found.share if found else None for name, found in rows},
+                "block_sizes": {name: found.chosen.block_size if found else None for name, found in rows},
+                "best_block_sizes": {name: found.optimum.block_size if found else None for name, found in rows},
+            }
+        )
+        return 0
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("workload", "chosen", "best", "tokens/s", "regret"):
+        table.add_column(name, justify="left" if name == "workload" else "right")
+    for name, found in rows:
+        if found is None:
+            table.add_row(name, "-", "-", "-", "-")
+        else:
+            sizes = [str(score.block_size) for score in (found.chosen, found.optimum)]
+            table.add_row(name, *sizes, f"{found.chosen.tokens_per_second:,.1f}", f"{found.share:.2%}")
+    Console().print(table)
+    return 0
+
+
+def _memory(limit: int, model: Model) -> int:
+    """Of eight of the longest requests."""
+    return 8 * limit * model.token_bytes

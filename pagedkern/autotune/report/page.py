@@ -1,0 +1,103 @@
+"""A report as one HTML page that needs no other file, and its picture as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from statistics import median
+
+from pagedkern.autotune.decision import decide
+from pagedkern.autotune.objective import Score, best, score
+from pagedkern.autotune.profile import rates_of
+from pagedkern.autotune.records import Recorded
+from pagedkern.autotune.report import charts
+from pagedkern.autotune.report.formats import digits, time_text
+from pagedkern.autotune.store import device as machine
+from pagedkern.autotune.workloads import Model, Traffic
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #37352f; max-width: 1100px; margin: 2.5em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.1em; margin-top: 2em; } .faint { color: #787774; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
+td, th { padding: .25em .9em; text-align: right; border-bottom: 1px solid #e9e9e7; font-weight: normal; }
+th { color: #787774; } td:first-child, th:first-child { text-align: left; padding-left: 0; }
+tr.best td { font-weight: bold; color: #b35309; } svg { width: 100%; height: auto; } p { max-width: 46em; }
+"""
+
+
+def write(recorded: Recorded, traffic: Traffic, model: Model, memory: int, path: Path) -> tuple[Path, Path]:
+    """Write `path` with the endings .html and .png, and return the two. Raises `OSError`."""
+    verdicts = [decide(space, log) for space, log in zip(recorded.spaces, recorded.logs, strict=True)]
+    picks = [{b: pick.candidate for b, pick in verdict.winners.items()} for verdict in verdicts]
+    rates = rates_of(recorded.spaces, recorded.logs, picks)
+    scores = score(traffic, model, rates, memory) if rates else []
+    title = f"{machine.describe(recorded.device)}: {traffic.name}, {model.name}, {memory / 1e9:.0f} GB of cache"
+    figure = charts.draw(recorded, scores, title)
+    html, png = path.with_name(path.name + ".html"), path.with_name(path.name + ".png")
+    charts.png(figure, png)
+    html.write_text(_page(recorded, traffic, model, memory, scores, charts.svg(figure)), encoding="utf-8")
+    return html, png
+
+
+def _page(
+    recorded: Recorded, traffic: Traffic, model: Model, memory: int, scores: Sequence[Score], picture: str
+) -> str:
+    chosen = best(scores)
+    answer = "Nothing was decided: measure for longer."
+    if chosen is not None:
+        usual = next((s for s in scores if s.block_size == 16), None)
+        gain = chosen.tokens_per_second / usual.tokens_per_second - 1 if usual else 0.0
+        answer = f"Block size {chosen.block_size}: {digits(chosen.tokens_per_second)} output tokens per second"
+        answer += f", {gain:.1%} more than with 16." if usual and chosen.block_size != 16 else "."
+    parts = [
+        f"<h1>{escape(answer)}</h1>",
+        f"<p class=faint>{escape(machine.describe(recorded.device))}, measured {escape(recorded.when[:10])}.<br>"
+        f"{escape(traffic.name)}: {escape(str(traffic))}. {escape(traffic.source)}"
+        f"{' (' + escape(traffic.licence) + ')' if traffic.licence else ''}.<br>"
+        f"{escape(str(model))}; {memory / 1e9:.1f} GB of cache.</p>",
+        picture,
+        "<h2>What each block size comes to</h2>",
+        _table(
+            ("block size", "sequences", "waste", "step", "of that attention", "request", "cached tokens", "tokens/s"),
+            [(_score_cells(s), s == chosen) for s in scores],
+        ),
+        "<p>A larger block wastes more memory and shares less of a prefix, a smaller one may be slower to read. "
+        "<i>sequences</i> fit the memory; <i>waste</i> is the share of their slots that hold no token; a <i>step</i> "
+        "computes one token for each; a <i>request</i> costs its prompt, copies and swaps.</p>",
+    ]
+    for space, log in zip(recorded.spaces, recorded.logs, strict=True):
+        verdict = decide(space, log)
+        rows = []
+        for block_size, pick in sorted(verdict.winners.items()):
+            seconds = log.seconds(pick.candidate) or 0.0
+            rate = space.workload.kv_bytes if space.workload.kind == "decode" else space.workload.flops
+            figures = time_text(seconds), digits(rate / seconds / 1e9), f"{pick.gain.ratio:.2f}x"
+            row = (str(block_size), str(pick.candidate), *figures)
+            rows.append((row, pick == verdict.best))
+        unit = "GB/s" if space.workload.kind == "decode" else "GFLOP/s"
+        read = f" Plain read: {digits(median(log.reads) / 1e9)} GB/s." if log.reads else ""
+        parts += [
+            f"<h2>{escape(space.workload.kind.capitalize())}: the kernels chosen</h2>",
+            f"<p class=faint>{escape(str(space.workload))}; {len(log.finals)} rounds.{read}</p>",
+            _table(("block size", "backend and configuration", "time", unit, "against untuned"), rows),
+        ]
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        f"<title>pagedkern: {escape(traffic.name)}</title><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
+    )
+
+
+def _score_cells(s: Score) -> tuple[str, ...]:
+    times = (time_text(t) for t in (s.step_seconds, s.attention_seconds, s.request_seconds))
+    head = (str(s.block_size), digits(s.concurrency), f"{s.waste:.1%}")
+    return (*head, *times, f"{s.cached_tokens:,.0f}", digits(s.tokens_per_second))
+
+
+def _table(head: Iterable[str], rows: Iterable[tuple[Sequence[str], bool]]) -> str:
+    lines = ["<div class=wide><table><tr>", *(f"<th>{escape(name)}</th>" for name in head), "</tr>"]
+    for cells, marked in rows:
+        lines.append("<tr class=best>" if marked else "<tr>")
+        lines += [f"<td>{escape(cell)}</td>" for cell in cells]
+        lines.append("</tr>")
+    return "".join([*lines, "</table></div>"])
