@@ -266,3 +266,73 @@ def test_arrays_that_travel_together() -> None:
         assert again.dtype == x.dtype
         assert torch.equal(again, x)
         assert not x.numel() or again.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
+
+
+class DeviceEngine(Engine):
+    """The same as `LateEngine` on a real device, with its own streams, and delays put into them."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        super().__init__(12, 4, num_host_blocks=14, policy="swap", token_budget=20, audits=False)
+        self.cache = KVCache(2, 12, 4, 1, 8, dtype=torch.float32, device=device, num_host_blocks=14)
+        self.wrong = torch.zeros((), dtype=torch.int64, device=device)
+        self.generator = random.Random(seed)
+
+    def execute(self, batch: Batch) -> list[int]:
+        tokens = super().execute(batch)
+        with nothing_waits(self.cache.device):
+            self.cache.apply(batch)
+            inputs = self.cache.inputs(batch)
+        self.delay()
+        texts = [values_of([*s.request.prompt, *s.tokens]) for s, _, _ in batch.rows]
+        new = [v % SMALL for (_, start, end), text in zip(batch.rows, texts, strict=True) for v in text[start:end]]
+        written = [(slot, v) for slot, v in zip(batch.slot_mapping, new, strict=True) if slot >= 0]
+        slots = torch.tensor([slot for slot, _ in written], device=self.cache.device)
+        values = torch.tensor([float(v) for _, v in written], device=self.cache.device)
+        for layer in range(2):
+            for cache, sign in zip(self.cache.layer(layer), (1, -1), strict=True):
+                if written:
+                    cache[slots // 4, slots % 4, 0] = sign * (values + layer)[:, None]
+                for i, ((_, _, end), text) in enumerate(zip(batch.rows, texts, strict=True)):
+                    wanted = sign * (
+                        torch.tensor([float(x % SMALL) for x in text[:end]], device=self.cache.device) + layer
+                    )
+                    found = cache[inputs.block_table[i, : -(-end // 4)].long()].reshape(-1, 8)[:end]
+                    self.wrong += (found != wanted[:, None]).sum()
+        return tokens
+
+    def delay(self) -> None:
+        """Let some stream lag behind the others."""
+        if self.cache.device.type == "cuda":
+            queues = self.cache._transfers._queues
+            assert isinstance(queues, Streams)
+            with torch.cuda.stream(queues._stream(self.generator.choice([COMPUTE, OUT, IN]))):
+                torch.cuda._sleep(self.generator.choice([0, 10**5, 10**7]))
+
+
+@contextmanager
+def nothing_waits(device: torch.device) -> Iterator[None]:
+    """On a GPU, a call that makes the host wait is an error."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+    ],
+)
+def test_contents_on_a_real_device(device: str) -> None:
+    for seed in range(5):
+        engine = DeviceEngine(device, seed)
+        requests = [engine.scheduler.add(prompt_of(4 + i, i % 3), max_tokens=12, n=1 + i % 2) for i in range(8)]
+        engine.run()
+        engine.finished(requests)
+        assert engine.scheduler.stats["preempted_by_swap"]
+        assert int(engine.wrong) == 0
