@@ -6,6 +6,8 @@ Prints medians, one pinned core, garbage collector off:
 that fill entered into the prefix cache; for each sequence.
 - admit: a new 1,024-token prompt through `create`, `prefill`, `commit`, `free` in a pool full of cached blocks; for
 each 16-token block. Token ids come as a list, or as array("q"), which saves the conversion.
+- slots: the slot mapping and the block table of a 1,024-token prompt's step, which are made when asked for; for each
+block.
 - hit: `create` of a 1,024-token prompt that is cached, and the mere look-up (`can_allocate`).
 - flat: admit and hit in pools of 1,000 to 1,000,000 blocks.
 
@@ -93,6 +95,13 @@ def admit(num_blocks: int, kind: type = list, repeats: int = 400) -> float:
     return statistics.median(timed(lambda i: admit_one(allocator, given[i]), repeats)) / BLOCKS
 
 
+def slots(repeats: int = 400) -> float:
+    """Microseconds a block."""
+    allocator = BlockAllocator(BLOCKS * (repeats + 1), SIZE)
+    steps = [allocator.prefill([allocator.create(TOKENS)]) for _ in range(repeats)]
+    return statistics.median(timed(lambda i: (steps[i].slot_mapping, steps[i].block_table), repeats)) / BLOCKS
+
+
 def hit(num_blocks: int, look_up: bool, kind: type = array, repeats: int = 1000) -> float:
     """Microseconds for a cached prompt of 64 blocks."""
     allocator, count = full_pool(num_blocks)
@@ -122,6 +131,7 @@ def measure() -> dict[str, float]:
         "decode, no prefix cache": decode(False),
         "admit": admit(20_000),
         "admit, ids as array": admit(20_000, array),
+        "slots": slots(),
         "hit": hit(20_000, look_up=False, repeats=300),
         "hit look-up": hit(20_000, look_up=True),
     }
