@@ -249,7 +249,7 @@ INLINE void attend(const pagedkern_batch &batch, const pagedkern_attention_param
   const Source v(batch.v_cache, work.kv_head * batch.v_stride_head, batch.v_stride_block, batch.v_stride_token,
                  batch.head_dim_v, i.dim_v, i.kv_dtype, plan.v_unit);
   const int warps = i.row_warps * i.key_warps, warp = threadIdx.x / 32, keys = i.tile / i.key_warps;
-  unsigned char *queries = shared + 8 * MAX_STAGES, *stages = queries + i.rows * i.row_warps * Core::q_pitch(i);
+  unsigned char *queries = shared + (i.copy == COPY_BULK ? 8 * MAX_STAGES : 0), *stages = queries + i.rows * i.row_warps * Core::q_pitch(i);
   Loader loader = {i, k, v, batch.block_table + work.sequence * batch.block_table_stride, (unsigned)batch.block_size,
                    work.begin, work.end, stages, shared, i.tile / warps, warp * (i.tile / warps), 0};
   float *scratch = (float *)(stages + i.stages * loader.stage_bytes()) + warp * keys * i.rows;
@@ -289,7 +289,8 @@ INLINE void attend(const pagedkern_batch &batch, const pagedkern_attention_param
 #ifdef PAGEDKERN_INSTANCE
 /* Decode lives on tiles in flight: at usual head dims registers leave room for 12 warps of a multiprocessor. */
 constexpr int THREADS = 32 * Constants::row_warps * Constants::key_warps;
-constexpr bool SMALL = Constants::tensor_cores && !Constants::prefill && Constants::dim_k + Constants::dim_v <= 256;
+constexpr bool SMALL = Constants::tensor_cores && Constants::dim_k + Constants::dim_v <= 256 &&
+                       Constants::tile / Constants::key_warps == 16;
 #define BOUNDS __launch_bounds__(THREADS, SMALL ? 384 / THREADS : 1)
 #else
 #define BOUNDS

@@ -25,7 +25,7 @@ ABI_HEADER = Path(pagedkern.abi.__file__).parent / "pagedkern_abi.h"
 def compiled(file: str, macros: Mapping[str, str], capability: int) -> bytes:
     """Device code of a source for a compute capability (90 is 9.0): from the disk, else compiled and kept there.
 
-    Raises `NVRTCError` with the compiler's messages.
+    Raises `RuntimeError` with the compiler's messages.
     """
     nvrtc = _nvrtc()
     options = options_for(macros, capability, tuple(nvrtc.getSupportedArchs()))
@@ -71,7 +71,7 @@ def build(file: str, options: tuple[str, ...]) -> Build:
             text.encode() if virtual else nvrtc.getCUBIN(program), text, nvrtc.getProgramLog(program).strip("\0\n ")
         )
     except nvrtc.NVRTCError as error:
-        raise type(error)(error.status, f"{file}: {nvrtc.getProgramLog(program)}") from error
+        raise RuntimeError(f"{file} does not compile: {nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
 

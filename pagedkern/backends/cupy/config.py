@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HALF = ("float16", "bfloat16")
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
 STAGE_BYTES, SHARED_BYTES = 36 << 10, 72 << 10  # so that two or three blocks of threads fit a multiprocessor
+SMALL_GPU = 99 << 10  # bytes of shared memory that a block may have on compute capability 8.6 and 8.9
 PREFILL_SPAN = 1 << 30  # tokens: prefill does not split keys
 
 
@@ -97,7 +98,7 @@ def default_config(problem: Problem) -> CupyConfig:
     tile = 64
     while tile > 16 and tile * row > STAGE_BYTES:
         tile //= 2
-    return CupyConfig(
+    made = CupyConfig(
         tile=tile,
         warps=min(4, tile // (16 if model.tensor_cores else 8)),
         stages=max(2, min(4, SHARED_BYTES // (tile * row))),
@@ -105,6 +106,9 @@ def default_config(problem: Problem) -> CupyConfig:
         decode_tokens=max(1, 32 // problem.group),
         prefill_tile=min(tile, 64 if sum(model.padded_dims) <= 384 else 32),  # what registers hold
     )
+    while made.stages > 2 and instance(model, made, "bulk", False).shared_bytes() > SMALL_GPU:
+        made = replace(made, stages=made.stages - 1)  # many heads: their queries take room too
+    return made
 
 
 def configs(problem: Problem) -> list[CupyConfig]:

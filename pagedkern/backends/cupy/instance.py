@@ -103,7 +103,8 @@ class Instance:
         q_pitch = pitch(self.dim_k, self.q_dtype) if self.tensor_cores else 4 * self.dim_k
         stage = self.tile * (pitch(self.dim_k, self.kv_dtype) + pitch(self.dim_v, self.kv_dtype))
         weights = 0 if self.tensor_cores else 4 * self.row_warps * self.tile * self.rows
-        streaming = 8 * MAX_STAGES + self.block_rows * q_pitch + self.stages * stage + weights
+        barriers = 8 * MAX_STAGES if self.copy == "bulk" else 0
+        streaming = barriers + self.block_rows * q_pitch + self.stages * stage + weights
         joining = 4 * self.block_rows * (self.key_warps * (self.dim_v + 3) + 1)
         return max(streaming, joining)
 
