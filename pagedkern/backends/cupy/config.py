@@ -106,8 +106,11 @@ def default_config(problem: Problem) -> CupyConfig:
         decode_tokens=max(1, 32 // problem.group),
         prefill_tile=min(tile, 64 if sum(model.padded_dims) <= 384 else 32),  # what registers hold
     )
-    while made.stages > 2 and instance(model, made, "bulk", False).shared_bytes() > SMALL_GPU:
-        made = replace(made, stages=made.stages - 1)  # many heads: their queries take room too
+    while instance(model, made, "async", False).shared_bytes() > SMALL_GPU:  # the queries of many heads take room too
+        fewer = (
+            {"stages": made.stages - 1} if made.stages > 2 else {"tile": tile // 2, "warps": max(1, made.warps // 2)}
+        )
+        made = replace(made, **fewer)
     return made
 
 
