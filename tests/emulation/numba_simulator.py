@@ -142,10 +142,12 @@ def _float32(x: Any) -> Any:
 
 
 def _integer(bits: int, signed: bool) -> Callable[[Any], int]:
-    least, mask = -(1 << bits - 1) if signed else 0, (1 << bits) - 1
+    least = -(1 << bits - 1) if signed else 0
+    most = least + (1 << bits) - 1
 
     def cast(x: Any) -> int:
-        return (int(x) - least & mask) + least  # wraps around
+        x = int(x)
+        return x if least <= x <= most else ((x - least) & (most - least)) + least  # wraps around
 
     return cast
 
@@ -184,6 +186,7 @@ class Thread(greenlet.greenlet):
         self.warp, self.lane = divmod(number, WARP)
         self.block: Block | None = None
         self.request: Request | None = None
+        self.copies: list[list[tuple[Any, ...]]] = [[]]  # groups of copies that have begun; the last is still open
 
     def _work(self, _: None = None) -> None:
         while True:
@@ -446,17 +449,38 @@ def _jit(signature: Any = None, *, device: bool = False, **_: Any) -> Any:
 
 
 def _copy_vector(dst: Any, i: int, src: Any, j: int, count: int) -> None:
-    if (i | j) % count or i < 0 or j < 0 or state.unaligned:
+    if (i | j) % count or state.unaligned:
         _check_vector(dst, i, count)
         _check_vector(src, j, count)
     part = src[j : j + count]
-    if len(part) != count or i + count > len(dst):
-        raise IndexError(f"{count} elements from {j} on of {len(src)} to {i} of {len(dst)}")
-    if type(part) is list and type(dst) is not list:
+    if type(dst) is list:
+        if len(part) != count or i + count > len(dst):
+            raise IndexError(f"{count} elements from {j} on of {len(src)} to {i} of {len(dst)}")
+        dst[i : i + count] = part
+    elif type(part) is list:
         for n in range(count):
             dst[i + n] = part[n]
     else:
-        dst[i : i + count] = part
+        dst[i : i + count] = part  # raises ValueError where either ends too early
+
+
+def _copy_async(*copy: Any) -> None:
+    assert state.thread is not None
+    state.thread.copies[-1].append(copy)
+
+
+def _commit_copies() -> None:
+    assert state.thread is not None
+    state.thread.copies.append([])
+
+
+def _wait_copies(but: int = 0) -> None:
+    """Only now do the copies take place: who reads without waiting, or before a barrier, reads what was there before."""
+    assert state.thread is not None
+    groups = state.thread.copies
+    while len(groups) > 1 + but:
+        for copy in groups.pop(0):
+            _copy_vector(*copy)
 
 
 def _check_vector(array: Any, at: int, count: int) -> None:
@@ -490,6 +514,12 @@ def _float_from_half(bits: int) -> Any:
 
 EMULATED: dict[str, Callable[..., Any]] = {
     "copy_vector": _copy_vector,
+    "load_vector": _copy_vector,
+    "store_vector": _copy_vector,
+    "copy_async": _copy_async,
+    "commit_copies": _commit_copies,
+    "wait_copies": _wait_copies,
+    "wait_copies_but_last": lambda: _wait_copies(1),
     "float_from_bits": _float_from_bits,
     "bits_of_float": _bits_of_float,
     "float_from_half": _float_from_half,
@@ -531,8 +561,6 @@ def _calling(typed: Callable[..., Any]) -> Callable[..., Any]:
     """`float32(x)` of a number, at the speed of a cast; anything else as Numba means it."""
 
     def call(self: Any, *args: Any) -> Any:
-        if state.thread is not None:
-            return self.simulated_cast(*args)
-        return typed(self, *args)
+        return typed(self, *args) if state.thread is None else self.simulated_cast(args[0])
 
     return call

@@ -51,7 +51,7 @@ class NumbaCudaBackend:
         return Probe(True, f"{torch.cuda.get_device_name()}, compiled by Numba with CUDA {toolkit}")
 
     def supports(self, problem: Problem) -> str | None:
-        """Everything on the device "cuda" whose blocks are multiples of 8 tokens ("cpu" under the simulator)."""
+        """Everything on the device "cuda" ("cpu" under the simulator) with head_dims of a multiple of 8."""
         device = "cpu" if _simulated() else "cuda"
         if problem.device != device:
             return f"the tensors are on {problem.device!r}; this backend computes on {device!r} here"
@@ -61,8 +61,6 @@ class NumbaCudaBackend:
             return f"q is {problem.q_dtype}; this backend computes float32, float16 and bfloat16"
         if problem.kv_dtype not in ITEMSIZE:
             return f"the caches are {problem.kv_dtype}; this backend reads {', '.join(ITEMSIZE)}"
-        if problem.block_size % 8:
-            return f"block_size is {problem.block_size}; this backend reads blocks of a multiple of 8 tokens"
         if problem.op == "write_kv":
             return None
         for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

@@ -16,21 +16,27 @@ class NumbaCudaConfig(Config):
 
     threads: int = 128  # threads of a block
     keys: int = 64  # tokens of K or V in shared memory at a time
-    decode_rows: int = 0  # query rows of a decode tile; 0: the group, rounded up to a power of two from 4 to 16
+    decode_rows: int = 0  # query rows of a decode tile; 0: the group, rounded up to a power of two, at most 16
     prefill_rows: int = 32  # query rows of a prefill tile
     span: int = 256  # tokens in a row that one split reads before the next split's turn comes
     splits: int = 32  # blocks that share the keys of one decode tile
 
     def __post_init__(self) -> None:
-        powers = {"threads": (32, 256), "keys": (16, 128), "prefill_rows": (4, 64), "span": (16, 1 << 20)}
-        powers["decode_rows"] = (0, 0) if self.decode_rows == 0 else (4, 32)
+        powers = {
+            "threads": (32, 256),
+            "keys": (16, 128),
+            "decode_rows": (1, 32),
+            "prefill_rows": (4, 64),
+            "span": (16, 1 << 20),
+        }
         for name, (low, high) in powers.items():
             value = getattr(self, name)
+            if name == "decode_rows" and value == 0 and type(value) is int:
+                continue
             if type(value) is not int or not low <= value <= high or value & (value - 1):
-                extra = "0 or " if name == "decode_rows" else ""
-                low = low or 4
+                or_zero = "0 or " if name == "decode_rows" else ""
                 raise InvalidArgument(
-                    f"config.{name}: got {value!r}, accepted is {extra}a power of two from {low} to {high or 32}"
+                    f"config.{name}: got {value!r}, accepted is {or_zero}a power of two from {low} to {high}"
                 )
         if type(self.splits) is not int or not 1 <= self.splits <= 256:
             raise InvalidArgument(f"config.splits: got {self.splits!r}, accepted is an integer from 1 to 256")
@@ -70,9 +76,14 @@ class Constants:
         return ITEMSIZE[self.kv_dtype] == 1
 
     @property
-    def stride(self) -> int:
-        """Elements from one token of the K or V tile to the next: 16 bytes more than needed spread over the banks."""
-        return max(self.head_dim, self.head_dim_v) + 16 // ITEMSIZE[self.kv_dtype]
+    def k_stride(self) -> int:
+        """Elements from one token of the K tile to the next: 16 bytes more than needed spread over the banks."""
+        return self.head_dim + 16 // ITEMSIZE[self.kv_dtype]
+
+    @property
+    def v_stride(self) -> int:
+        """Elements from one token of the V tile to the next."""
+        return self.head_dim_v + 16 // ITEMSIZE[self.kv_dtype]
 
     @property
     def q_stride(self) -> int:
@@ -85,10 +96,15 @@ class Constants:
         return self.keys + 4
 
     @property
+    def state_rows(self) -> int:
+        """Rows of the score tile and of the state of the softmax: a warp works on 4 of them."""
+        return max(4, self.rows)
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
-        floats = self.rows * (self.q_stride + self.p_stride + 3)
-        return 4 * (floats + self.keys) + self.keys * self.stride * ITEMSIZE[self.kv_dtype]
+        floats = self.rows * self.q_stride + self.state_rows * (self.p_stride + 3)
+        return 4 * (floats + 2 * self.keys) + self.keys * (self.k_stride + self.v_stride) * ITEMSIZE[self.kv_dtype]
 
     def fitted(self) -> Constants:
         """The same with the larger of the two tile sizes halved until the tiles fit into shared memory."""
@@ -100,4 +116,4 @@ class Constants:
 
 def decode_rows(config: NumbaCudaConfig, group: int) -> int:
     """Query rows of a decode tile."""
-    return config.decode_rows or max(4, min(16, 1 << (group - 1).bit_length()))
+    return config.decode_rows or min(16, 1 << (group - 1).bit_length())

@@ -28,7 +28,8 @@ def decode_kernel(c: Constants) -> Callable[..., None]:
     M, N, T, E, GROUP, SPAN, SPLITS = c.rows, c.keys, c.threads, c.head_dim_v, c.group, c.span, c.splits
     CAUSAL, WINDOW, RAGGED, QUANTIZED, DECODE_TOKENS = c.causal, c.window, c.ragged, c.quantized, c.decode_tokens
     Q_STRIDE, CODE = c.q_stride, FORMATS[c.kv_dtype].code
-    Q_SIZE, P_SIZE, TILE_SIZE = M * c.q_stride, M * c.p_stride, N * c.stride
+    Q_SIZE, K_SIZE, V_SIZE, P_SIZE = M * c.q_stride, N * c.k_stride, N * c.v_stride, c.state_rows * c.p_stride
+    STATE, IDS = c.state_rows, 2 * N
 
     def decode(  # type: ignore[no-untyped-def]
         q, q_token, q_head, k, k_block, k_slot, k_head, v, v_block, v_slot, v_head, table, table_row, seq_lens, starts,
@@ -36,11 +37,12 @@ def decode_kernel(c: Constants) -> Callable[..., None]:
     ):  # fmt: skip
         q_tile = cuda.shared.array(Q_SIZE, float32, alignment=16)
         p = cuda.shared.array(P_SIZE, float32, alignment=16)
-        tile = cuda.shared.array(TILE_SIZE, CODE, alignment=16)
-        blocks = cuda.shared.array(N, int32)
-        top = cuda.shared.array(M, float32)
-        total = cuda.shared.array(M, float32)
-        decay = cuda.shared.array(M, float32)
+        k_tile = cuda.shared.array(K_SIZE, CODE, alignment=16)
+        v_tile = cuda.shared.array(V_SIZE, CODE, alignment=16)
+        blocks = cuda.shared.array(IDS, int32)
+        top = cuda.shared.array(STATE, float32)
+        total = cuda.shared.array(STATE, float32)
+        decay = cuda.shared.array(STATE, float32)
         acc = cuda.local.array(ACC, float32)
 
         sequence, first_row = int64(cuda.blockIdx.x) // tiles, int64(cuda.blockIdx.x) % tiles * M
@@ -53,7 +55,8 @@ def decode_kernel(c: Constants) -> Callable[..., None]:
 
         seq_len = int64(seq_lens[sequence])
         position = seq_len - tokens  # of the first query
-        last_position = position + (min(first_row + M, num_rows) - 1) // GROUP
+        rows = min(num_rows - first_row, M)
+        last_position = position + (first_row + rows - 1) // GROUP
         begin, end = int64(0), seq_len
         if CAUSAL:
             end = min(end, last_position + 1)
@@ -67,10 +70,10 @@ def decode_kernel(c: Constants) -> Callable[..., None]:
 
         stage_queries(q_tile, q, q_token, q_head, first_token, first_row, num_rows, kv_head)
         attend(
-            acc, q_tile, tile, p, blocks, top, total, decay,
+            acc, q_tile, k_tile, v_tile, p, blocks, top, total, decay,
             k, k_block, k_slot, kv_head * k_head, v, v_block, v_slot, kv_head * v_head,
             table, sequence * table_row, slopes, scale, softcap, window,
-            begin, end, start, (SPLITS - 1) * SPAN, position, last_position, first_row, kv_head,
+            begin, end, start, (SPLITS - 1) * SPAN, position, last_position, first_row, rows, kv_head,
         )  # fmt: skip
         collect(q_tile, acc)
 

@@ -16,33 +16,154 @@ from numba.core.errors import RequireLiteralValue
 inlined = cuda.jit(device=True, forceinline=True)
 """Decorator of device functions. Inlined, so that small local arrays of the caller stay in registers."""
 
-I16, I32, F16, F32 = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
+I16, I32, I64, F16, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
+
+
+# ---- Vectors: of 16 bytes, the widest access there is, or fewer. Addresses are multiples of the vector's size. ----------
+
+
+class _Vector:
+    """Access to `count` elements of an array or a pointer as 32-bit words, or as one shorter word."""
+
+    def __init__(self, container: Any, count: Any) -> None:
+        if not isinstance(count, types.IntegerLiteral):
+            raise RequireLiteralValue(count)
+        self.container, self.lanes = container, count.literal_value
+        self.bits = container.dtype.bitwidth
+        self.size = self.lanes * self.bits // 8
+        self.word = ir.IntType(min(32, 8 * self.size))
+        self.words = 8 * self.size // self.word.width
+
+    def address(self, context: Any, builder: Any, value: Any, index: Any) -> Any:
+        """Of element `index`, as a pointer to all words."""
+        is_array = isinstance(self.container, types.Array)
+        base = context.make_array(self.container)(context, builder, value=value).data if is_array else value
+        return builder.bitcast(builder.gep(base, [index]), ir.VectorType(self.word, self.words).as_pointer())
+
+    def element(self, context: Any, builder: Any, value: Any, index: Any, n: int) -> Any:
+        """Pointer to element index + n of an array."""
+        base = context.make_array(self.container)(context, builder, value=value).data
+        return builder.gep(base, [builder.add(index, index.type(n))])
+
+    @property
+    def per_word(self) -> int:
+        return self.word.width // self.bits
 
 
 @intrinsic
 def copy_vector(typingctx: Any, dst: Any, i: Any, src: Any, j: Any, count: Any) -> Any:
-    """dst[i : i+count] = src[j : j+count] by one load and one store: of 16 bytes, the widest there are, or fewer.
+    """dst[i : i+count] = src[j : j+count] from memory to memory: by one load and one store.
 
-    dst and src are arrays (shared, local) or pointers of one dtype; count is a constant, `count * itemsize` a power of
-    two, and both addresses are multiples of it.
+    dst and src are pointers or shared arrays of one dtype; count is a constant.
     """
-    if not isinstance(count, types.IntegerLiteral):
-        raise RequireLiteralValue(count)
-    lanes = count.literal_value
-    kinds = (dst, src)
+    to, of = _Vector(dst, count), _Vector(src, count)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(context.get_data_type(dst.dtype), lanes)
-        size = lanes * dst.dtype.bitwidth // 8
-        at = []
-        for container, value, index in zip(kinds, (args[0], args[2]), (args[1], args[3]), strict=True):
-            is_array = isinstance(container, types.Array)
-            base = context.make_array(container)(context, builder, value=value).data if is_array else value
-            at.append(builder.bitcast(builder.gep(base, [index]), kind.as_pointer()))
-        builder.store(builder.load(at[1], align=size), at[0], align=size)
+        words = builder.load(of.address(context, builder, args[2], args[3]), align=of.size)
+        builder.store(words, to.address(context, builder, args[0], args[1]), align=to.size)
         return context.get_dummy_value()
 
     return types.void(dst, types.int64, src, types.int64, count), codegen
+
+
+@intrinsic
+def load_vector(typingctx: Any, registers: Any, i: Any, src: Any, j: Any, count: Any) -> Any:
+    """registers[i : i+count] = src[j : j+count] by one load, into a local array that lives in registers."""
+    to, of = _Vector(registers, count), _Vector(src, count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = builder.load(of.address(context, builder, args[2], args[3]), align=of.size)
+        for n in range(of.lanes):
+            word = builder.extract_element(words, I32(n // of.per_word))
+            bits = builder.lshr(word, of.word(n % of.per_word * of.bits))
+            target = to.element(context, builder, args[0], args[1], n)
+            code = builder.trunc(bits, ir.IntType(of.bits)) if of.bits < of.word.width else bits
+            builder.store(builder.bitcast(code, target.type.pointee), target)
+        return context.get_dummy_value()
+
+    return types.void(registers, types.int64, src, types.int64, count), codegen
+
+
+@intrinsic
+def store_vector(typingctx: Any, dst: Any, i: Any, registers: Any, j: Any, count: Any) -> Any:
+    """dst[i : i+count] = registers[j : j+count] by one store, from a local array that lives in registers."""
+    to, of = _Vector(dst, count), _Vector(registers, count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(to.word, to.words)
+        words = kind(ir.Undefined)
+        for m in range(to.words):
+            word = to.word(0)
+            for n in range(to.per_word):
+                code = builder.load(of.element(context, builder, args[2], args[3], m * to.per_word + n))
+                bits = builder.bitcast(code, ir.IntType(to.bits))
+                if to.bits < to.word.width:
+                    bits = builder.shl(builder.zext(bits, to.word), to.word(n * to.bits))
+                word = builder.or_(word, bits)
+            words = builder.insert_element(words, word, I32(m))
+        builder.store(words, to.address(context, builder, args[0], args[1]), align=to.size)
+        return context.get_dummy_value()
+
+    return types.void(dst, types.int64, registers, types.int64, count), codegen
+
+
+# ---- Copies that run beside the computation (PTX: cp.async) ------------------------------------------------------------
+
+
+@intrinsic
+def copy_async(typingctx: Any, dst: Any, i: Any, src: Any, j: Any, count: Any) -> Any:
+    """Begin dst[i : i+count] = src[j : j+count], from a pointer to a shared array: done when `wait_copies` says so.
+
+    Of 4, 8 or 16 bytes; what is shorter is copied at once.
+    """
+    to, of = _Vector(dst, count), _Vector(src, count)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, source = to.address(context, builder, args[0], args[1]), of.address(context, builder, args[2], args[3])
+        if of.size < 4:
+            builder.store(builder.load(source, align=of.size), target, align=of.size)
+            return context.get_dummy_value()
+        shared = builder.ptrtoint(builder.addrspacecast(target, target.type.pointee.as_pointer(3)), I32)
+        memory = builder.ptrtoint(builder.addrspacecast(source, source.type.pointee.as_pointer(1)), I64)
+        kind = ir.FunctionType(ir.VoidType(), [I32, I64])
+        cached = "cg" if of.size == 16 else "ca"  # past the first level of the cache, where there is the choice
+        code = f"cp.async.{cached}.shared.global [$0], [$1], {of.size};"
+        builder.call(ir.InlineAsm(kind, code, "r,l,~{memory}", side_effect=True), [shared, memory])
+        return context.get_dummy_value()
+
+    return types.void(dst, types.int64, src, types.int64, count), codegen
+
+
+def _instruction(code: str) -> Any:
+    """An intrinsic of one PTX instruction without operands that orders all accesses to memory."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(ir.InlineAsm(kind, code, "~{memory}", side_effect=True), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def commit_copies(typingctx: Any) -> Any:
+    """End a group: the copies that this thread has begun since the last one."""
+    return _instruction("cp.async.commit_group;")
+
+
+@intrinsic
+def wait_copies(typingctx: Any) -> Any:
+    """Wait until all groups of this thread have arrived. A barrier then makes those of other threads visible."""
+    return _instruction("cp.async.wait_group 0;")
+
+
+@intrinsic
+def wait_copies_but_last(typingctx: Any) -> Any:
+    """Wait until all groups but the last have arrived."""
+    return _instruction("cp.async.wait_group 1;")
+
+
+# ---- Bits --------------------------------------------------------------------------------------------------------------
 
 
 @intrinsic

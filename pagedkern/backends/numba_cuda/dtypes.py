@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba import float32, int8, int64, uint8, uint16
+from numba import cuda, float32, int8, int64, uint8, uint16
 
-from pagedkern.backends.numba_cuda.device import bits_of_float, float_from_bits, float_from_half, inlined
+from pagedkern.backends.numba_cuda.device import bits_of_float, float_from_bits, float_from_half, inlined, load_vector
 
 NAN = math.nan
 
@@ -111,3 +111,21 @@ FORMATS = {
     "float8_e5m2": Format(uint8, 1, widen_e5m2, narrowing(5, 2, 0x7B, 0x7F, True)),
     "int8": Format(int8, 1, widen_int8, narrow_int8),
 }
+
+
+def loading(dtype: str, count: int) -> Callable[..., Any]:
+    """The device function that reads `count` numbers of a dtype at once: numbers[i : i+count] = source[j : j+count]."""
+    CODE, widen = FORMATS[dtype].code, FORMATS[dtype].widen
+
+    @inlined
+    def load(numbers, i, source, j):  # type: ignore[no-untyped-def]
+        codes = cuda.local.array(count, CODE)
+        load_vector(codes, 0, source, j, count)
+        for n in range(count):
+            numbers[i + n] = widen(codes[n])
+
+    @inlined
+    def load_float32(numbers, i, source, j):  # type: ignore[no-untyped-def]
+        load_vector(numbers, i, source, j, count)
+
+    return load_float32 if dtype == "float32" else load

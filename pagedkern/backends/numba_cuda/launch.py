@@ -77,7 +77,7 @@ FACTORIES: dict[str, Callable[[Constants], Callable[..., None]]] = {
 
 @cache
 def attention_kernel(name: str, c: Constants, device: int) -> Any:
-    return cuda.jit(signatures(c)[name], cache=True)(FACTORIES[name](c))
+    return _compiled(signatures(c)[name], c.threads)(FACTORIES[name](c))
 
 
 @cache
@@ -85,15 +85,18 @@ def write_kernel(
     dtype: str, kv_dtype: str, dims: tuple[int, int], vectors: tuple[int, int], block_size: int, device: int
 ) -> Any:
     function = store.write_kernel(dtype, kv_dtype, dims, vectors, block_size, THREADS)
-    return cuda.jit(write_signature(dtype, kv_dtype), cache=True)(function)
+    return _compiled(write_signature(dtype, kv_dtype), THREADS)(function)
 
 
 @cache
 def copy_kernels(vector: int, device: int) -> tuple[Any, Any]:
-    gather, scatter = (
-        cuda.jit(copy_signature(), cache=True)(function) for function in store.copy_kernels(vector, THREADS)
-    )
+    gather, scatter = (_compiled(copy_signature(), THREADS)(each) for each in store.copy_kernels(vector, THREADS))
     return gather, scatter
+
+
+def _compiled(signature: Any, threads: int) -> Any:
+    """Compiles at once, by way of PTX: what `benchmarks/numba_cuda_aot.py` looks at is what runs."""
+    return cuda.jit(signature, cache=True, lto=False, launch_bounds=threads)
 
 
 def _launch(get: Callable[[], Any], grid: tuple[int, ...], threads: int, device: torch.device, *args: Any) -> None:
@@ -195,15 +198,18 @@ def _vector(x: Tensor, most: int = 16) -> int:
     return min(most, math.gcd(most, *places)) // item
 
 
+def common_vector(x: Tensor, y: Tensor) -> int:
+    """How many elements both of two tensors may be accessed in at once."""
+    return min(_vector(x), _vector(y))
+
+
 def write_kv(call: WriteCall) -> None:
     """See `base.WriteCall`."""
     k, v, k_cache, v_cache = call.k, call.v, call.k_cache, call.v_cache
     tokens = call.slot_mapping.shape[0]
     if tokens == 0:
         return
-    vectors = tuple(
-        min(_vector(x), _vector(cache_)) for x, cache_ in ((k, k_cache), (v, v_cache))
-    )  # elements: no more than either side takes at once
+    vectors = common_vector(k, k_cache), common_vector(v, v_cache)
     k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
     device, dims = k.device.index or 0, (k.shape[2], v.shape[2])
     _launch(

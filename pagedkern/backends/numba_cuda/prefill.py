@@ -24,7 +24,8 @@ def prefill_kernel(c: Constants) -> Callable[..., None]:
     M, N, T, E, GROUP = c.rows, c.keys, c.threads, c.head_dim_v, c.group
     CAUSAL, WINDOW, RAGGED, QUANTIZED, DECODE_TOKENS = c.causal, c.window, c.ragged, c.quantized, c.decode_tokens
     Q_STRIDE, CODE = c.q_stride, FORMATS[c.kv_dtype].code
-    Q_SIZE, P_SIZE, TILE_SIZE = M * c.q_stride, M * c.p_stride, N * c.stride
+    Q_SIZE, K_SIZE, V_SIZE, P_SIZE = M * c.q_stride, N * c.k_stride, N * c.v_stride, c.state_rows * c.p_stride
+    STATE, IDS = c.state_rows, 2 * N
 
     @inlined
     def sequence_of(tile, starts, num_seqs):  # type: ignore[no-untyped-def]
@@ -45,11 +46,12 @@ def prefill_kernel(c: Constants) -> Callable[..., None]:
     ):  # fmt: skip
         q_tile = cuda.shared.array(Q_SIZE, float32, alignment=16)
         p = cuda.shared.array(P_SIZE, float32, alignment=16)
-        tile = cuda.shared.array(TILE_SIZE, CODE, alignment=16)
-        blocks = cuda.shared.array(N, int32)
-        top = cuda.shared.array(M, float32)
-        total = cuda.shared.array(M, float32)
-        decay = cuda.shared.array(M, float32)
+        k_tile = cuda.shared.array(K_SIZE, CODE, alignment=16)
+        v_tile = cuda.shared.array(V_SIZE, CODE, alignment=16)
+        blocks = cuda.shared.array(IDS, int32)
+        top = cuda.shared.array(STATE, float32)
+        total = cuda.shared.array(STATE, float32)
+        decay = cuda.shared.array(STATE, float32)
         acc = cuda.local.array(ACC, float32)
 
         sequence, kv_head = sequence_of(int64(cuda.blockIdx.x), starts, num_seqs), int64(cuda.blockIdx.y)
@@ -62,7 +64,8 @@ def prefill_kernel(c: Constants) -> Callable[..., None]:
 
         seq_len = int64(seq_lens[sequence])
         position = seq_len - tokens  # of the first query
-        last_position = position + (min(first_row + M, num_rows) - 1) // GROUP
+        rows = min(num_rows - first_row, M)
+        last_position = position + (first_row + rows - 1) // GROUP
         begin, end = int64(0), seq_len
         if CAUSAL:
             end = min(end, last_position + 1)
@@ -73,17 +76,17 @@ def prefill_kernel(c: Constants) -> Callable[..., None]:
 
         stage_queries(q_tile, q, q_token, q_head, first_token, first_row, num_rows, kv_head)
         attend(
-            acc, q_tile, tile, p, blocks, top, total, decay,
+            acc, q_tile, k_tile, v_tile, p, blocks, top, total, decay,
             k, k_block, k_slot, kv_head * k_head, v, v_block, v_slot, kv_head * v_head,
             table, sequence * table_row, slopes, scale, softcap, window,
-            begin, end, begin // N * N, 0, position, last_position, first_row, kv_head,
+            begin, end, begin // N * N, 0, position, last_position, first_row, rows, kv_head,
         )  # fmt: skip
         collect(q_tile, acc)
 
         unit = float32(1.0)
         if QUANTIZED:
             unit = v_scale[kv_head]
-        for i in range(cuda.threadIdx.x, min(num_rows - first_row, M) * E, T):
+        for i in range(cuda.threadIdx.x, rows * E, T):
             row, e = i // E, i % E
             token, head = first_token + (first_row + row) // GROUP, kv_head * GROUP + (first_row + row) % GROUP
             finish_row(

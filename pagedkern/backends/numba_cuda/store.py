@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import cuda, int64, uint8
 
-from pagedkern.backends.numba_cuda.device import copy_vector, inlined
+from pagedkern.backends.numba_cuda.device import copy_vector, inlined, load_vector, store_vector
 from pagedkern.backends.numba_cuda.dtypes import FORMATS
 
 CACHES = 16  # caches of one geometry that one launch of `copy` serves
@@ -40,13 +40,13 @@ def write_kernel(
                 if SAME:
                     copy_vector(cache, at, x, x_start + head * x_head + d, VECTOR)
                 else:
-                    copy_vector(codes, 0, x, x_start + head * x_head + d, VECTOR)
+                    load_vector(codes, 0, x, x_start + head * x_head + d, VECTOR)
                     for n in range(VECTOR):
                         value = widen(codes[n])
                         if QUANTIZED:
                             value /= scale[head]
                         stored[n] = narrow(value)
-                    copy_vector(cache, at, stored, 0, VECTOR)
+                    store_vector(cache, at, stored, 0, VECTOR)
 
         return store
 

@@ -23,13 +23,20 @@ from typing import Any, NamedTuple
 from numba import cuda, float32, int64
 
 from pagedkern.backends.numba_cuda.config import Constants
-from pagedkern.backends.numba_cuda.device import copy_vector, inlined
-from pagedkern.backends.numba_cuda.dtypes import FORMATS
+from pagedkern.backends.numba_cuda.device import (
+    commit_copies,
+    copy_async,
+    inlined,
+    load_vector,
+    wait_copies,
+    wait_copies_but_last,
+)
+from pagedkern.backends.numba_cuda.dtypes import FORMATS, loading
 
 INF = math.inf
 LANES = 8  # threads that share a row of the softmax
 ALL = 0xFFFFFFFF  # all 32 threads of a warp
-ROWS, COLUMNS = 4, 4  # rows of a thread in the product with K; columns of a thread in the product with V
+COLUMNS = 4  # columns of acc that a thread holds
 
 
 @inlined
@@ -54,79 +61,78 @@ def tile_steps(c: Constants) -> Steps:
     M, N, T, D, E = c.rows, c.keys, c.threads, c.head_dim, c.head_dim_v
     GROUP, BLOCK, SPAN = c.group, c.block_size, c.span
     CAUSAL, WINDOW, SOFTCAP, ALIBI = c.causal, c.window, c.softcap, c.alibi
-    STRIDE, Q_STRIDE, P_STRIDE = c.stride, c.q_stride, c.p_stride
-    Q_CODE, CODE = FORMATS[c.q_dtype].code, FORMATS[c.kv_dtype].code
-    widen_q, widen = FORMATS[c.q_dtype].widen, FORMATS[c.kv_dtype].widen
+    K_STRIDE, V_STRIDE, Q_STRIDE, P_STRIDE = c.k_stride, c.v_stride, c.q_stride, c.p_stride
 
     # -- Queries ------------------------------------------------------------------------------------------------------
     Q_VECTOR = c.q_vector
     Q_VECTORS = D // Q_VECTOR
+    load_query = loading(c.q_dtype, Q_VECTOR)
 
     @inlined
     def stage_queries(q_tile, q, q_token, q_head, first_token, first_row, num_rows, kv_head):  # type: ignore[no-untyped-def]
         """Rows first_row .. first_row+M-1 of a sequence into q_tile [M, D], as float32; zeros past its last row."""
-        codes = cuda.local.array(Q_VECTOR, Q_CODE)
+        numbers = cuda.local.array(Q_VECTOR, float32)
         for i in range(cuda.threadIdx.x, M * Q_VECTORS, T):
             row, d = i // Q_VECTORS, i % Q_VECTORS * Q_VECTOR
             packed = first_row + row
+            token, head = first_token + packed // GROUP, kv_head * GROUP + packed % GROUP
+            for n in range(Q_VECTOR):
+                numbers[n] = 0.0
             if packed < num_rows:
-                token, head = first_token + packed // GROUP, kv_head * GROUP + packed % GROUP
-                copy_vector(codes, 0, q, int64(token) * q_token + int64(head) * q_head + d, Q_VECTOR)
-                for n in range(Q_VECTOR):
-                    q_tile[row * Q_STRIDE + d + n] = widen_q(codes[n])
-            else:
-                for n in range(Q_VECTOR):
-                    q_tile[row * Q_STRIDE + d + n] = float32(0.0)
+                load_query(numbers, 0, q, token * q_token + head * q_head + d)
+            for n in range(Q_VECTOR):
+                q_tile[row * Q_STRIDE + d + n] = numbers[n]
 
     # -- The block table ----------------------------------------------------------------------------------------------
     @inlined
-    def find_blocks(blocks, table, table_start, start, begin, end):  # type: ignore[no-untyped-def]
-        """blocks[n] = the physical block of token start + n; -1 outside of begin .. end-1, where nothing is looked up.
+    def find_blocks(blocks, half, table, table_start, start, begin, end):  # type: ignore[no-untyped-def]
+        """blocks[half + n] = the physical block of token start + n; -1 outside of begin .. end-1: not looked up.
 
         The sequence's row of the table begins at table[table_start].
         """
         for n in range(cuda.threadIdx.x, N, T):
             token = start + n
-            blocks[n] = -1
+            blocks[half + n] = -1
             if begin <= token and token < end:
-                blocks[n] = table[table_start + token // BLOCK]
+                blocks[half + n] = table[table_start + token // BLOCK]
 
     # -- K and V into shared memory -----------------------------------------------------------------------------------
-    def staging(DIM: int, VECTOR: int) -> Callable[..., Any]:
+    def staging(DIM: int, STRIDE: int, VECTOR: int) -> Callable[..., Any]:
         VECTORS = DIM // VECTOR
 
         @inlined
-        def stage(tile, blocks, cache, block_stride, slot_stride, head_start, start):  # type: ignore[no-untyped-def]
-            """Tokens start .. start+N-1 of one KV head into tile [N, DIM], as codes; zeros where there is no block.
+        def stage(tile, blocks, half, cache, block_stride, slot_stride, head_start, start):  # type: ignore[no-untyped-def]
+            """Begin to copy tokens start .. start+N-1 of one KV head into tile [N, DIM]; zeros where there is no block.
 
             Neighbouring threads read neighbouring vectors of a token. The id is widened before it is multiplied: a
             cache may hold more than 2**31 elements.
             """
             for i in range(cuda.threadIdx.x, N * VECTORS, T):
                 n, d = i // VECTORS, i % VECTORS * VECTOR
-                block = int64(blocks[n])
+                block, slot = int64(blocks[half + n]), (start + n) % BLOCK
                 if block >= 0:
-                    slot = int64((start + n) % BLOCK)
-                    copy_vector(
-                        tile, n * STRIDE + d, cache, block * block_stride + slot * slot_stride + head_start + d, VECTOR
-                    )
+                    at = block * block_stride + slot * slot_stride + head_start + d
+                    copy_async(tile, n * STRIDE + d, cache, at, VECTOR)
                 else:
                     for m in range(VECTOR):
                         tile[n * STRIDE + d + m] = 0
+            commit_copies()
 
         return stage
 
-    stage_keys, stage_values = staging(D, c.k_vector), staging(E, c.v_vector)
+    stage_keys, stage_values = staging(D, K_STRIDE, c.k_vector), staging(E, V_STRIDE, c.v_vector)
 
     # -- Scores -------------------------------------------------------------------------------------------------------
-    KEYS = max(1, min(4, M * N // (ROWS * T)))  # of a thread
+    ROWS = min(M, 4)  # of a thread
+    KEYS = max(1, min(4, M * N // (ROWS * T)))
     KEY_THREADS = N // KEYS
     CHUNK = 4 if c.kv_dtype == "float32" else 8  # elements of a row at a time
     SCORES, K_SIZE = ROWS * KEYS, KEYS * CHUNK
+    load_chunk = loading(c.kv_dtype, CHUNK)
 
     @inlined
-    def score(p, q_tile, tile):  # type: ignore[no-untyped-def]
-        """p[M, N] = Q K': each thread computes ROWS x KEYS products in registers, CHUNK elements of D at a time.
+    def score(p, q_tile, k_tile, rows):  # type: ignore[no-untyped-def]
+        """p = Q K' for the first `rows` of M rows: each thread computes ROWS x KEYS products in registers, CHUNK elements of D at a time.
 
         The keys of a thread are KEY_THREADS apart, so that neighbouring threads read neighbouring rows of the tile,
         whose stride spreads them over the banks of shared memory; the query is the same for all of them.
@@ -134,19 +140,16 @@ def tile_steps(c: Constants) -> Steps:
         sums = cuda.local.array(SCORES, float32)
         x = cuda.local.array(CHUNK, float32)
         k = cuda.local.array(K_SIZE, float32)
-        codes = cuda.local.array(CHUNK, CODE)
-        for i in range(cuda.threadIdx.x, M // ROWS * KEY_THREADS, T):
+        for i in range(cuda.threadIdx.x, (rows + ROWS - 1) // ROWS * KEY_THREADS, T):
             first_row, first_key = i // KEY_THREADS * ROWS, i % KEY_THREADS
             for m in range(SCORES):
-                sums[m] = float32(0.0)
+                sums[m] = 0.0
             for d in range(0, D, CHUNK):
                 for n in range(KEYS):
-                    copy_vector(codes, 0, tile, (first_key + n * KEY_THREADS) * STRIDE + d, CHUNK)
-                    for e in range(CHUNK):
-                        k[n * CHUNK + e] = widen(codes[e])
+                    load_chunk(k, n * CHUNK, k_tile, (first_key + n * KEY_THREADS) * K_STRIDE + d)
                 for r in range(ROWS):
                     for e in range(0, CHUNK, 4):
-                        copy_vector(x, e, q_tile, (first_row + r) * Q_STRIDE + d + e, 4)
+                        load_vector(x, e, q_tile, (first_row + r) * Q_STRIDE + d + e, 4)
                     for n in range(KEYS):
                         total, at = sums[r * KEYS + n], n * CHUNK
                         for e in range(CHUNK):
@@ -158,15 +161,17 @@ def tile_steps(c: Constants) -> Steps:
 
     # -- Softmax ------------------------------------------------------------------------------------------------------
     @inlined
-    def soften(p, top, total, decay, start, end, position, first_row, scale, softcap, window, slopes, kv_head, ragged):  # type: ignore[no-untyped-def]
+    def soften(  # type: ignore[no-untyped-def]
+        p, rows, top, total, decay, start, end, position, first_row, scale, softcap, window, slopes, kv_head, ragged
+    ):
         """Scores into weights exp(score - top), in place; brings top and total up to date, decay = exp(old - new top).
 
-        LANES threads share a row. `position` is that of the sequence's first query. A key that a row does not see
-        weighs 0, or, where rows of the tile see different keys (`ragged`), -1, which `weigh` passes over: 0 times a NaN
-        that only other rows see would be NaN.
+        LANES threads share a row, so a warp does 4 rows, whether they exist or not. `position` is that of the
+        sequence's first query. A key that a row does not see weighs 0, or, where rows of the tile see different keys
+        (`ragged`), -1, which `weigh` passes over: 0 times a NaN that only other rows see would be NaN.
         """
         lane = cuda.threadIdx.x % LANES
-        for row in range(cuda.threadIdx.x // LANES, M, T // LANES):
+        for row in range(cuda.threadIdx.x // LANES, (rows + 3) // 4 * 4, T // LANES):
             here = position + (first_row + row) // GROUP
             seen_from, seen_to = int64(0), int64(end)
             if CAUSAL:
@@ -214,28 +219,26 @@ def tile_steps(c: Constants) -> Steps:
     SLICES = max(1, T // UNITS)  # threads that share a piece, each with a part of the keys
     ROUNDS = -(-UNITS // T)  # pieces of one thread, where there are more than threads
     PIECE = SHARE * COLUMNS
+    load_columns = loading(c.kv_dtype, COLUMNS)
 
     @inlined
-    def weigh(acc, p, tile, decay, ragged):  # type: ignore[no-untyped-def]
+    def weigh(acc, p, v_tile, decay, rows, ragged):  # type: ignore[no-untyped-def]
         """acc = acc * decay + P V: each thread for its rows and columns, four keys at a time."""
         v = cuda.local.array(16, float32)
         w = cuda.local.array(4, float32)
-        codes = cuda.local.array(4, CODE)
         for r in range(ROUNDS):
             unit = (cuda.threadIdx.x + r * T) % UNITS
             part = (cuda.threadIdx.x + r * T) // UNITS
-            if part < SLICES:
-                first_row, column = unit // COLUMN_THREADS * SHARE, unit % COLUMN_THREADS * COLUMNS
+            first_row, column = unit // COLUMN_THREADS * SHARE, unit % COLUMN_THREADS * COLUMNS
+            if part < SLICES and first_row < rows:
                 for m in range(SHARE):
                     for e in range(COLUMNS):
                         acc[r * PIECE + m * COLUMNS + e] *= decay[first_row + m]
                 for n in range(4 * part, N, 4 * SLICES):
                     for j in range(4):
-                        copy_vector(codes, 0, tile, (n + j) * STRIDE + column, 4)
-                        for e in range(COLUMNS):
-                            v[j * COLUMNS + e] = widen(codes[e])
+                        load_columns(v, j * COLUMNS, v_tile, (n + j) * V_STRIDE + column)
                     for m in range(SHARE):
-                        copy_vector(w, 0, p, (first_row + m) * P_STRIDE + n, 4)
+                        load_vector(w, 0, p, (first_row + m) * P_STRIDE + n, 4)
                         at = r * PIECE + m * COLUMNS
                         if ragged:
                             for j in range(4):
@@ -250,47 +253,55 @@ def tile_steps(c: Constants) -> Steps:
     # -- All keys of a tile of queries --------------------------------------------------------------------------------
     @inlined
     def attend(  # type: ignore[no-untyped-def]
-        acc, q_tile, tile, p, blocks, top, total, decay,
+        acc, q_tile, k_tile, v_tile, p, blocks, top, total, decay,
         k, k_block, k_slot, k_head, v, v_block, v_slot, v_head, table, table_start, slopes, scale, softcap, window,
-        begin, end, start, skip, position, last_position, first_row, kv_head,
+        begin, end, start, skip, position, last_position, first_row, rows, kv_head,
     ):  # fmt: skip
         """Walk over the tiles of keys from `start` to `end`; `skip` tokens are left out after each span.
 
         begin .. end-1 are the tokens that any row of the tile sees; nothing else is read. Rows `position` (of the
         sequence's first query) and `last_position` (of the tile's last row) tell where rows see different tokens.
+        V of a tile arrives while its scores are computed, K of the next one while V is summed.
         """
         for r in range(ROUNDS * PIECE):
-            acc[r] = float32(0.0)
+            acc[r] = 0.0
         for row in range(cuda.threadIdx.x, M, T):
-            top[row] = float32(-INF)
-            total[row] = float32(0.0)
+            top[row] = -INF
+            total[row] = 0.0
         first_position = position + first_row // GROUP
-        find_blocks(blocks, table, table_start, start, begin, end)
+        half = 0  # of `blocks`: the one holds the ids of this tile, the other those of the next
+        find_blocks(blocks, half, table, table_start, start, begin, end)
+        cuda.syncthreads()  # the block ids are there
+        stage_keys(k_tile, blocks, half, k, k_block, k_slot, k_head, start)
         while start < end:
-            cuda.syncthreads()  # the block ids are there, and nobody needs the last tile of V any more
-            stage_keys(tile, blocks, k, k_block, k_slot, k_head, start)
-            cuda.syncthreads()  # K is there
-            score(p, q_tile, tile)
-            cuda.syncthreads()  # the scores are there, and nobody needs K any more
+            after = start + N
+            if after % SPAN == 0:
+                after += skip
             ragged = False
             if CAUSAL:
                 ragged = min(start + N, end) > first_position + 1
             if WINDOW:
                 ragged = ragged or max(start, begin) < last_position - window + 1
+
+            wait_copies()
+            cuda.syncthreads()  # K is there, and nobody needs the last tile of V and its weights any more
+            stage_values(v_tile, blocks, half, v, v_block, v_slot, v_head, start)
+            find_blocks(blocks, N - half, table, table_start, after, begin, end)
+            score(p, q_tile, k_tile, rows)
+            cuda.syncthreads()  # the scores and the next block ids are there, and nobody needs K any more
+            stage_keys(k_tile, blocks, N - half, k, k_block, k_slot, k_head, after)
             soften(
-                p, top, total, decay, start, end, position, first_row, scale, softcap, window, slopes, kv_head, ragged
-            )
-            stage_values(tile, blocks, v, v_block, v_slot, v_head, start)
+                p, rows, top, total, decay, start, end, position, first_row, scale, softcap, window, slopes, kv_head,
+                ragged,
+            )  # fmt: skip
+            wait_copies_but_last()
             cuda.syncthreads()  # the weights and V are there
-            start += N
-            if start % SPAN == 0:
-                start += skip
-            find_blocks(blocks, table, table_start, start, begin, end)
             if ragged:
-                weigh(acc, p, tile, decay, True)
+                weigh(acc, p, v_tile, decay, rows, True)
             else:
-                weigh(acc, p, tile, decay, False)
-        cuda.syncthreads()
+                weigh(acc, p, v_tile, decay, rows, False)
+            start, half = after, N - half
+        wait_copies()
 
     @inlined
     def collect(result, acc):  # type: ignore[no-untyped-def]
@@ -332,8 +343,8 @@ def finish_rows(c: Constants) -> Callable[..., Any]:
         result, log = float32(0.0), float32(-INF)
         if total != 0:
             result, log = x / total * unit, top + math.log(total)
-        out[int64(token) * out_token + int64(head) * out_head + e] = narrow(result)
+        out[token * out_token + head * out_head + e] = narrow(result)
         if LSE and e == 0:
-            lse[int64(token) * lse_token + int64(head) * lse_head] = log
+            lse[token * lse_token + head * lse_head] = log
 
     return finish_row
