@@ -62,9 +62,14 @@ class Kernel:
     runtime: ctypes.CDLL
 
 
+@functools.cache
 def compiler() -> str | None:
-    """The C++ compiler's path, or None."""
-    return shutil.which(os.environ.get("CXX", "g++"))
+    """The path of g++, or None if there is none of version 12 or later."""
+    path = shutil.which(os.environ.get("CXX", "g++"))
+    if path is None:
+        return None
+    version = subprocess.run([path, "-dumpversion"], capture_output=True, text=True).stdout.partition(".")[0].strip()
+    return path if version.isdecimal() and int(version) >= 12 else None
 
 
 def compile_kernels(

@@ -47,7 +47,7 @@ class HostLauncher:
         except ModuleNotFoundError:
             return Probe(False, "no module named 'torch': pip install 'pagedkern[cuda12]'")
         if compiler() is None:
-            return Probe(False, "no g++ on the PATH, which the emulation of CUDA compiles the kernels with")
+            return Probe(False, "no g++ 12 or later on the PATH, which the emulation of CUDA compiles the kernels with")
         return Probe(True, "the kernels compiled by g++, their threads run one at a time", emulated=True)
 
     def capability(self, device: torch.device) -> int:

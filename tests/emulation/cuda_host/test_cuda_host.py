@@ -16,7 +16,7 @@ from tests.emulation.cuda_host import EmulationError, compile_kernels, launch, s
 from tests.emulation.cuda_host.compiler import CompileError, Mode, compiler
 from tests.emulation.cuda_host.launcher import extent
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ on the PATH")
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no g++ 12 or later on the PATH")
 
 SOURCE = Path(__file__).parent / "test_kernels.cu"
 NAMES = ["block_sum", "reverse", "votes", "last_block", "shared_atomics", "pipeline", "bulk", "multiply", "multiply8"]
