@@ -33,7 +33,7 @@ from pagedkern.backends.base import ITEMSIZE
 
 ROOT = Path(__file__).parents[3]
 FULL = os.environ.get("TRITON_AOT", "") == "full"
-EVERY = 1 if FULL else 53  # prime, so that a sample has each value of each axis
+EVERY = 1 if FULL else 37  # prime, so that a sample has each value of each axis
 LIMIT = 20000 if FULL else 400  # seconds
 pytestmark = [pytest.mark.xdist_group("triton_aot"), pytest.mark.timeout(LIMIT)]
 
@@ -71,9 +71,8 @@ def test_the_sample_has_every_value() -> None:
         of_op = [cell for cell in cells if cell.op == op]
         assert {(cell.head_dim, cell.head_dim_v) for cell in of_op} == set(HEAD_DIMS)
         assert {(cell.q_dtype, cell.kv_dtype) for cell in of_op} == set(DTYPES)
-        assert {cell.group for cell in of_op} == set(GROUPS)
+        assert {(cell.group, cell.features) for cell in of_op} == set(GROUPS)
         assert {cell.capability for cell in of_op} == set(CAPABILITIES)
-        assert {cell.features for cell in of_op} == {False, True}
 
 
 def test_every_kernel_was_compiled(kernels: list[Compiled]) -> None:
