@@ -28,6 +28,7 @@ SCREEN_SHARE, HEATS_SHARE = 0.4, 0.25  # of the time that is left when the stage
 HEAT_ROUNDS, PER_BACKEND = 3, 2  # candidates that each backend sends to the finals beside its default
 NEAR = 1.5  # a candidate slower than the best of its backend by this runs in no heat
 HOPELESS = 5.0  # a candidate slower than the best of all by this is not run again, at no block size
+BOUND_ROUNDS, BOUND_MARGIN = 5, 1.1  # of what the machine can do at the most
 SAMPLE_SECONDS = 2e-3  # calls are repeated until a sample lasts as long
 LENGTHS, LENGTH_ROUNDS = (16, 4, 1), 3  # parts of the context at which backends are timed in the end, and how often
 
@@ -237,11 +238,15 @@ class _Search:
 
     def _bound(self) -> float:
         """Seconds that no candidate can go below: bytes over the bandwidth of a plain read, or the operations of the
-        matrix products over their rate."""
-        workload = self.space.workload
-        if workload.kind == "decode":
-            return workload.kv_bytes / self.runner.read_bandwidth()
-        return workload.flops / self.runner.product_rate()
+        matrix products over their rate; the best of some measurements, for others may use the machine, and a little
+        less, for a kernel may read better than the plainest way to read."""
+        workload, runner = self.space.workload, self.runner
+        work, rate = (
+            (workload.kv_bytes, runner.read_bandwidth)
+            if workload.kind == "decode"
+            else (workload.flops, runner.product_rate)
+        )
+        return work / max(rate() for _ in range(BOUND_ROUNDS)) / BOUND_MARGIN
 
     def _sample(self, candidate: Candidate, repeats: int = 0) -> float | None:
         try:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -467,3 +468,50 @@ def test_looking_up_needs_the_standard_library_only(tmp_path: Path) -> None:
     code = "import platformdirs; print(platformdirs.user_cache_path('pagedkern', appauthor=False))"
     with_it = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert with_it.stdout == done.stdout
+
+
+def test_two_tuners_at_once_lose_nothing_in_100_rounds(home: Path) -> None:
+    """Both store the same problem and problems of their own, as fast as they can."""
+    rounds = 100
+    processes = [start_writer(f"tuner{w}", rounds) for w in range(2)]
+    while any(p.poll() is None for p in processes):
+        if path_of().exists():
+            json.loads(path_of().read_text())  # whole at any time
+    assert [p.returncode for p in processes] == [0, 0]
+    names = set(json.loads(path_of().read_text())["choices"])
+    assert names >= {f"tuner{w}-{i}" for w in range(2) for i in range(rounds)}
+    for i in range(1, rounds):
+        document = json.loads(path_of(replace(DECODE, num_heads=8 * (1 + i))).read_text())
+        assert set(document["choices"]) == {"tuner0", "tuner1"}
+
+
+def age(path: Path, days: float) -> None:
+    then = time.time() - 86400 * days
+    os.utime(path, (then, then))
+
+
+def test_old_entries_that_are_stale_are_evicted(home: Path) -> None:
+    paths = [save(replace(DECODE, num_heads=8 * i), {"reference": TUNED}) for i in range(2, 6)]
+    for path in paths[:2]:
+        document = json.loads(path.read_text())
+        document["choices"]["reference"]["code"]["kernel"] = "of long ago"
+        path.write_text(json.dumps(document))
+    age(paths[0], 91)  # stale and old
+    age(paths[1], 89)  # stale: another installation may still use it
+    age(paths[2], 1000)  # old and in use
+    paths[3].write_text("{")
+    age(paths[3], 91)  # damaged and old
+    save(DECODE, {"reference": TUNED})
+    assert [path.exists() for path in paths] == [False, True, True, False]
+
+
+def test_there_are_only_so_many_stale_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "KEPT_FILES", 3)
+    paths = [save(replace(DECODE, num_heads=8 * i), {"reference": TUNED}) for i in range(2, 9)]
+    for i, path in enumerate(paths):
+        document = json.loads(path.read_text())
+        document["choices"]["reference"]["code"]["kernel"] = "of long ago"
+        path.write_text(json.dumps(document))
+        age(path, 10 - i)
+    save(DECODE, {"reference": TUNED})
+    assert [path.exists() for path in paths] == [False] * 5 + [True] * 2  # and the new one is the third

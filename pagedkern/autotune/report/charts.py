@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c4554d", "#787774")  # told apart by the colour-blind, too
 INK, FAINT, GOOD = "#37352f", "#d3d1cb", "#d9730d"
+USUAL = 16
 
 
 def draw(recorded: Recorded, scores: Sequence[Score], title: str) -> Figure:
@@ -72,7 +73,7 @@ def _throughput(axis: Axes, scores: Sequence[Score]) -> None:
     values = [s.tokens_per_second for s in scores]
     colours = [GOOD if s == chosen else COLOURS[0] for s in scores]
     bars = axis.bar(range(len(scores)), values, color=colours, width=0.7)
-    axis.bar_label(bars, labels=[f"{v:,.3g}" if v < 1000 else f"{v:,.0f}" for v in values], padding=2, fontsize=8)
+    axis.bar_label(bars, labels=[f"{v:,.4g}" if v < 1000 else f"{v:,.0f}" for v in values], padding=2, fontsize=8)
     axis.set_xticks(range(len(scores)), [str(s.block_size) for s in scores])
     low, high = min(values), max(values)
     axis.set_ylim(max(0.0, low - 2 * (high - low) - 0.01 * high), high + 0.35 * (high - low) + 0.005 * high)
@@ -81,25 +82,35 @@ def _throughput(axis: Axes, scores: Sequence[Score]) -> None:
 
 
 def _terms(axis: Axes, scores: Sequence[Score]) -> None:
-    axis.set_title("Sequences in memory, and time of a step", loc="left")
-    if not scores:
+    base = min(scores, key=lambda s: abs(s.block_size - USUAL), default=None)
+    axis.set_title(f"Against block size {base.block_size if base else USUAL}", loc="left")
+    if base is None:
         return _empty(axis, "nothing fits the memory")
     x = range(len(scores))
-    axis.plot(x, [s.concurrency for s in scores], marker="o", color=COLOURS[0])
-    axis.set_ylabel("sequences in memory", color=COLOURS[0])
+    lines = (
+        ("sequences in memory", "o", [s.concurrency / base.concurrency for s in scores]),
+        ("attention, for each sequence", "s", [_each(s) / _each(base) for s in scores]),
+        ("cost of a request", "^", [s.request_seconds / base.request_seconds for s in scores]),
+    )
+    for (label, marker, values), colour in zip(lines, COLOURS, strict=False):
+        axis.plot(x, [100 * v for v in values], marker=marker, color=colour, label=label)
+    axis.axhline(100, color=INK, linewidth=0.8, linestyle=":")
     axis.set_xticks(x, [str(s.block_size) for s in scores])
     axis.set_xlabel("block size (tokens)")
-    other = axis.twinx()
-    other.plot(x, [1e3 * s.step_seconds for s in scores], marker="s", color=COLOURS[1])
-    other.set_ylabel("step (ms)", color=COLOURS[1])
+    axis.set_ylabel("%")
+    axis.legend(fontsize=8)
     return None
 
 
+def _each(s: Score) -> float:
+    return s.attention_seconds / s.concurrency
+
+
 def _pareto(axis: Axes, scores: Sequence[Score]) -> None:
-    axis.set_title("Pareto front: sequences against time of a token", loc="left")
+    axis.set_title("Pareto front: throughput and latency", loc="left")
     if not scores:
         return _empty(axis, "nothing fits the memory")
-    points = [(s.concurrency, 1e3 * s.step_seconds, s) for s in scores]
+    points = [(s.tokens_per_second, 1e3 * s.step_seconds, s) for s in scores]
     front = [p for p in points if not any(q[0] >= p[0] and q[1] <= p[1] and q[:2] != p[:2] for q in points)]
     front.sort(key=lambda p: p[0])
     axis.plot([p[0] for p in front], [p[1] for p in front], color=FAINT, linewidth=2, zorder=1)
@@ -108,7 +119,7 @@ def _pareto(axis: Axes, scores: Sequence[Score]) -> None:
         colour = GOOD if s == chosen else COLOURS[0] if (x, y, s) in front else COLOURS[5]
         axis.scatter([x], [y], color=colour, s=36, zorder=2)
         axis.annotate(str(s.block_size), (x, y), textcoords="offset points", xytext=(5, 5), fontsize=8)
-    axis.set_xlabel("sequences in memory (more is better)")
+    axis.set_xlabel("output tokens per second (more is better)")
     axis.set_ylabel("time of a step (ms, less is better)")
     axis.margins(0.12)
     return None
@@ -130,7 +141,8 @@ def _share(axis: Axes, space: Space, log: Log, colours: dict[str, str]) -> None:
     axis.set_xticks(range(len(sizes)), [str(b) for b in sizes])
     axis.set_ylabel("% of a plain read")
     axis.set_xlabel("block size (tokens)")
-    axis.legend(fontsize=8)
+    axis.set_ylim(0, 1.25 * max(100.0, axis.get_ylim()[1] / 1.05))
+    axis.legend(fontsize=8, ncols=3, loc="upper left")
     return None
 
 
@@ -148,6 +160,7 @@ def _times(axis: Axes, space: Space, log: Log, colours: dict[str, str]) -> None:
         axis.plot(at, [1e3 * chosen[sizes[j]][1] for j in at], marker="o", color=colours[name], label=name)
     axis.set_xticks(range(len(sizes)), [str(b) for b in sizes])
     axis.set_yscale("log")
+    _plain(axis.yaxis)
     axis.set_ylabel("ms (logarithmic)")
     axis.set_xlabel("block size (tokens)")
     axis.legend(fontsize=8)
@@ -155,7 +168,7 @@ def _times(axis: Axes, space: Space, log: Log, colours: dict[str, str]) -> None:
 
 
 def _lengths(axis: Axes, space: Space, log: Log, colours: dict[str, str]) -> None:
-    axis.set_title("Decode: backends against the length of the context", loc="left")
+    axis.set_title("Decode: backends by length of context", loc="left")
     if not log.lengths:
         return _empty(axis, "no lengths were measured")
     lens = space.workload.seq_lens
@@ -168,6 +181,9 @@ def _lengths(axis: Axes, space: Space, log: Log, colours: dict[str, str]) -> Non
         axis.plot(*zip(*points, strict=True), marker="o", color=colours[candidate.backend], label=label)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
+    lengths = sorted({context for contexts in log.lengths.values() for context in contexts})
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    _plain(axis.yaxis)
     axis.set_xlabel("context (tokens)")
     axis.set_ylabel("GB/s (logarithmic)")
     axis.legend(fontsize=8)
@@ -189,6 +205,17 @@ def _timed(space: Space, log: Log) -> dict[str, dict[int, tuple[Candidate, float
 def _colours(space: Space) -> dict[str, str]:
     names = dict.fromkeys(c.backend for c in space.candidates)
     return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+
+
+def _plain(axis: Any) -> None:
+    """Numbers at the ticks of a logarithmic axis as they are, not as powers; none where they would stand too close."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    steps = (1, 1.5, 2, 3, 5, 7) if high / max(low, 1e-30) < 10 else (1, 3) if high / max(low, 1e-30) < 1e3 else (1,)
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _empty(axis: Any, why: str) -> None:

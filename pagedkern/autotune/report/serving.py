@@ -45,19 +45,20 @@ def show_terms(console: Console, scores: Sequence[Score]) -> None:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("block", "sequences", "waste", "step", "attention", "request", "cached", "tokens/s", ""):
+    for name in ("block", "seqs", "waste", "step", "attention", "request", "cached", "tokens/s", "of best"):
         table.add_column(name, justify="right", no_wrap=True)
     chosen = best(scores)
     for s in scores:
         times = [time_text(seconds) for seconds in (s.step_seconds, s.attention_seconds, s.request_seconds)]
         cells = [str(s.block_size), digits(s.concurrency), f"{s.waste:.1%}", *times, f"{s.cached_tokens:,.0f}"]
         style = "bold green" if s == chosen else None
-        table.add_row(*cells, digits(s.tokens_per_second), "*" if s == chosen else "", style=style)
+        share = s.tokens_per_second / chosen.tokens_per_second if chosen else 0.0
+        table.add_row(*cells, digits(s.tokens_per_second), f"{share:.2%}", style=style)
     console.print(table)
     console.print(
-        "sequences: that fit the memory. waste: share of the slots they hold without a token. step: of a step that "
-        "decodes, attention: of that. request: its prompt, copies and swaps. cached: tokens of a prompt found in the "
-        "cache. tokens/s: outputs. See docs/objective.md.",
+        "seqs: sequences that fit the memory. waste: share of the slots they hold without a token. step: time of one "
+        "that decodes, attention: of that. request: its prompt, copies and swaps. cached: tokens of a prompt found in "
+        "the cache. tokens/s: outputs. See docs/objective.md.",
         highlight=False,
         markup=False,
     )
