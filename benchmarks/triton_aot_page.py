@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -12,6 +11,7 @@ INTRODUCTION = """\
 # What the Triton kernels compile to
 
 Made by `python -m benchmarks.triton_aot --out docs/triton_aot.md` with triton {triton} and {ptxas}; do not edit.
+
 Every call below was compiled for each of these GPUs, with its default configuration, by making the call with a driver
 that runs nothing: {kernels} kernels of {cells} calls. K and V have head_dim {dims} (K/V where they differ), queries and
 cache are {dtypes}. There are {groups} query heads for each KV head, some of these with all
@@ -39,7 +39,7 @@ def _introduction(compiled: list[Compiled]) -> str:
     capabilities = sorted({cell.capability for cell in cells})
     return INTRODUCTION.format(
         triton=_version(),
-        ptxas=_ptxas(),
+        ptxas=_ptxas(capabilities),
         kernels=len(compiled),
         cells=len(cells),
         dims=", ".join(dict.fromkeys(_dims(result) for result in compiled)),
@@ -92,10 +92,10 @@ def _dtypes(result: Compiled) -> str:
 def _version() -> str:
     import triton
 
-    return f"{triton.__version__} (Python {platform.python_version()})"
+    return str(triton.__version__)
 
 
-def _ptxas() -> str:
-    from triton import knobs
+def _ptxas(capabilities: list[int]) -> str:
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    return f"ptxas {knobs.nvidia.ptxas.version}"
+    return "ptxas " + " and ".join(dict.fromkeys(get_ptxas(each).version for each in capabilities))

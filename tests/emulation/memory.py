@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 
 class OutOfBounds(Exception):
@@ -31,7 +31,7 @@ class Region(NamedTuple):
 class Memory:
     """The storages of one launch's tensors."""
 
-    def __init__(self, kernel: str, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, kernel: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self.kernel = kernel
         self.program: tuple[int, ...] = ()
         self.pointers_made = False  # the kernel turned integers into pointers: any live tensor may be meant
@@ -85,7 +85,7 @@ class Memory:
         )
 
 
-def region(name: str, tensor: Tensor) -> Region:
+def region(name: str, tensor: torch.Tensor) -> Region:
     storage = tensor.untyped_storage()
     return Region(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), name, tensor.data_ptr())
 
@@ -93,7 +93,7 @@ def region(name: str, tensor: Tensor) -> Region:
 def _live_region(address: int, itemsize: int) -> Region | None:
     """The storage of any tensor of this process that holds the address. Slow."""
     for candidate in gc.get_objects():
-        if issubclass(type(candidate), Tensor) and candidate.device.type == "cpu":
+        if issubclass(type(candidate), torch.Tensor) and candidate.device.type == "cpu":
             try:
                 found = region("a live tensor", candidate)
             except (RuntimeError, NotImplementedError):  # a fake tensor, or one without a storage

@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from benchmarks.sass import read_code
 from benchmarks.triton_aot import (
     CAPABILITIES,
     DTYPES,
@@ -63,6 +64,30 @@ def kernels() -> list[Compiled]:
 def attention(kernels: list[Compiled]) -> list[Compiled]:
     """Those that read the cache."""
     return [each for each in kernels if each.kernel in ("split_kernel", "prefill_kernel")]
+
+
+def test_code_is_read() -> None:
+    used = read_code(
+        """
+        /*0010*/ LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/ @!P0 LDGSTS.E.BYPASS.LTC128B.128 [R3], desc[UR4][R2.64] ;
+        /*0030*/ LDG.E R4, desc[UR4][R2.64] ;
+        /*0040*/ LDG.E.U16 R4, desc[UR4][R2.64] ;
+        /*0050*/ LDG.E.64.CONSTANT R4, desc[UR4][R2.64] ;
+        /*0060*/ LDGDEPBAR ;
+        /*0070*/ UBLKCP.S.G [UR4], [UR6], UR8 ;
+        /*0080*/ HMMA.16816.F32.BF16 R4, R4, R8, R4 ;
+        /*0090*/ STL [R1], R2 ;
+        /*00a0*/ LDL.LU R2, [R1] ;
+        """,
+        registers=40,
+        local_bytes=8,
+    )
+    assert used.loads == {16: 3, 8: 1, 4: 1, 2: 1}
+    assert used.wide_loads == 3
+    assert used.tensor_core == {"HMMA.16816.F32.BF16": 1}
+    assert used.local_accesses == 2
+    assert used.spills
 
 
 def test_the_sample_has_every_value() -> None:
