@@ -111,9 +111,9 @@ class Core:
 
     def each(self, seqs: object, name: str = "seqs") -> list[object]:
         """What is given as several sequences, if one can iterate over it, as a list of its own."""
-        if not hasattr(seqs, "__iter__"):
-            raise InvalidType(f"{name}: got {type(seqs).__name__}, a list of Sequence is accepted")
-        return list(seqs)
+        if type(seqs) is list or hasattr(seqs, "__iter__"):
+            return list(seqs)
+        raise InvalidType(f"{name}: got {type(seqs).__name__}, a list of Sequence is accepted")
 
     def own_all(self, seqs: object, state: State = State.LIVE) -> list[Sequence]:
         """`own` for each sequence of a batch, which must not name one twice."""

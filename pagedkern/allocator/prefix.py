@@ -172,7 +172,12 @@ class PrefixIndex:
         start, last, stride = 0, len(blocks) - 1, self._stride
         while start <= last:
             key = (parent, data[start * stride : (start + 1) * stride])
-            if not one_by_one and start < last and key not in self._by_key and not self._in_peer(key):
+            if (
+                not one_by_one
+                and start < last
+                and key not in self._by_key
+                and (self.peer is None or key not in self.peer._by_key)
+            ):
                 break
             self.insert_one(parent, key[1], blocks[start])
             parent = self._nodes[blocks[start]] if start < last else 0
@@ -183,9 +188,6 @@ class PrefixIndex:
         run = Run(key, self._number.take(last + 1 - start), blocks[start:], data[start * stride :])
         self._put_run(run)
         self._undo.append((self._forget_run, (run,)))
-
-    def _in_peer(self, key: Key) -> bool:
-        return self.peer is not None and key in self.peer._by_key
 
     def insert_one(self, parent: int, chunk: bytes, block: int) -> None:
         """`insert` of a single block."""
