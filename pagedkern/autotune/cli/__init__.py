@@ -10,7 +10,7 @@ from pagedkern.errors import PagedKernError
 
 PROG = "python -m pagedkern.autotune"
 COMMANDS = {  # name: (module, what it does)
-    "tune": ("tune", "measure this machine and store the best (what happens without a command)"),
+    "tune": ("tune", "measure this machine and store the best (without a command, too)"),
     "show": ("show", "list what is stored, and what of it is used on this machine"),
     "explain": ("explain", "say which block size and kernels to use for a workload, and why"),
     "replay": ("replay", "search recorded measurements again, without a clock"),

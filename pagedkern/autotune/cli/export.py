@@ -12,10 +12,11 @@ from pagedkern.autotune.profile import distil
 from pagedkern.errors import InvalidArgument
 
 HELP = """\
-Write what the records of a run support to a file: the rates of the machine and
-the best kernels, with where and when they were measured. The command "import"
-takes it over on another machine. The files that ship with the library are made
-in this way from the folder autotune/records of the repository.
+Write what the records of a run support to a file: the rates of the machine
+and the best kernels, with where and when they were measured. The command
+"import" takes it over on another machine. The files that ship with the
+library are made in this way from the folder autotune/records of the
+repository.
 """
 
 

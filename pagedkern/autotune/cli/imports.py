@@ -16,8 +16,8 @@ from pagedkern.errors import InvalidArgument
 
 HELP = """\
 Take over a file that "export" wrote. If it is of a machine like this one in
-every respect it counts as measured here; otherwise it is what is looked at for
-want of measurements of this machine's own, if it is the one most like it.
+every respect it counts as measured here; otherwise it is what is looked at
+for want of measurements of this machine's own, if it is the one most like it.
 """
 
 

@@ -10,10 +10,10 @@ from pagedkern.autotune.cli import options
 from pagedkern.autotune.workloads import Model
 
 HELP = """\
-Search recorded measurements as a run would have searched the machine, without a
-kernel and without a clock, and show the regret: how many output tokens a second
-the choice gives away against the best of all that was recorded. Records of a run
-with --exhaustive hold the times of every candidate.
+Search recorded measurements as a run would have searched the machine, without
+a kernel and without a clock, and show the regret: how many output tokens a
+second the choice gives away against the best of all that was recorded.
+Records of a run with --exhaustive hold the times of every candidate.
 """
 
 

@@ -10,10 +10,10 @@ from pagedkern.autotune import workloads
 from pagedkern.autotune.cli import PROG, options
 
 HELP = """\
-Draw the measurements of a run: what each block size gives for a workload, time
-against concurrency, backends against the length of the context, and the share of
-the memory bandwidth. Writes one HTML page that needs no other file, and the same
-picture as PNG.
+Draw the measurements of a run: what each block size gives for a workload,
+time against concurrency, backends against the length of the context, and the
+share of the memory bandwidth. Writes one HTML page that needs no other file,
+and the same picture as PNG.
 """
 
 

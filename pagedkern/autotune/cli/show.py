@@ -10,9 +10,10 @@ from pagedkern.autotune.cli import PROG, options
 from pagedkern.autotune.store import files
 
 HELP = """\
-List what is stored: for each problem the choice, its gain when it was measured,
-and whether it is used on this machine now. Choices for other machines, and those
-made with other kernels or library versions, are listed but not used.
+List what is stored: for each problem the choice, its gain when it was
+measured, and whether it is used on this machine now. Choices for other
+machines, and those made with other kernels or library versions, are listed
+but not used.
 """
 
 

@@ -28,52 +28,52 @@ FLOATS = ("float32", "float16", "bfloat16")
 HELP = """\
 Find the best block size, backend and kernel configuration for this machine.
 
-Measures every configuration of every backend that this machine has, over block
-sizes, on one decode and one prefill problem; checks each for correctness before
-it is timed; and stores the best for each block size. From then on
-backend="auto" uses it for models of the same shape and dtypes.
+Measures every configuration of every backend that this machine has, over
+block sizes, on one decode and one prefill problem; checks each for
+correctness before it is timed; and stores the best for each block size. From
+then on backend="auto" uses it for models of the same shape and dtypes.
 pagedkern.explain(...) says what would be used for a call, and why.
 
 Candidates run in a process of their own: what crashes, hangs or eats memory
-costs one candidate. The default is left only for a gain of at least 2 % that the
-measurements prove with 95 % confidence: the finalists run in turn, round by
-round, on caches that are not in the processor's cache, and are compared within
-each round.
+costs one candidate. The default is left only for a gain of at least 2 % that
+the measurements prove with 95 % confidence: the finalists run in turn, round
+by round, on caches that are not in the processor's cache, and are compared
+within each round.
 
 Then it foretells for each workload how many output tokens a second each block
 size gives: a larger block wastes more memory and shares less of a prefix, a
-smaller one may be slower to read. pagedkern.recommend(workload, memory) tells an
-engine the same.
+smaller one may be slower to read. pagedkern.recommend(workload, memory) tells
+an engine the same.
 """
 EXAMPLES = """\
 examples:
   python -m pagedkern.autotune
-  python -m pagedkern.autotune --model smollm2-135m --workload chat --memory 4GB
+  python -m pagedkern.autotune --model smollm2-135m --memory 4GB
   python -m pagedkern.autotune --workload my_requests.csv
-  python -m pagedkern.autotune --dtype bfloat16 --seqs 64 --context 8000 --budget 5m
+  python -m pagedkern.autotune --dtype bfloat16 --context 8000 --budget 5m
   python -m pagedkern.autotune --block-sizes 16,32 --json > tuned.json
   python -m pagedkern.autotune --dry-run
   python -m pagedkern.autotune --resume
   python -m pagedkern.autotune show
 
 The budget is time to measure: laying out the caches and compiling the kernels
-come first, for each of the two problems, and are not counted in it. The kernels
-that a CPU backend compiled are kept on disk, so later runs are shorter. Every
-measurement is written down as it is made: a run that was killed is gone on with
-by --resume, and what it had decided is stored already.
+come first, for each of the two problems, and are not counted in it. The
+kernels that a CPU backend compiled are kept on disk, so later runs are
+shorter. Every measurement is written down as it is made: a run that was killed
+is gone on with by --resume, and what it had decided is stored already.
 
 exit status:
   0    decided and stored; or the time was too short to prove anything faster,
        but the finals had begun with the untuned choice: that stays in use, the
        report says so, and nothing is stored
-  1    nothing could be decided: the untuned choice never reached the finals, is
-       wrong, or is not there; or a package is missing
+  1    nothing could be decided: the untuned choice never reached the finals,
+       is wrong, or is not there; or a package is missing
   2    wrong usage, and problems that do not fit the free memory
   3    decided, but it could not be stored
   130  interrupted by Ctrl-C: the best so far was kept
 
 environment:
-  PAGEDKERN_CACHE_DIR  where choices are stored; by default the user's cache folder
+  PAGEDKERN_CACHE_DIR  where choices are stored (default: user's cache)
 """
 
 

@@ -11,10 +11,10 @@ from pagedkern.autotune.cli import options
 from pagedkern.errors import InvalidArgument
 
 HELP = """\
-List the workloads and models that have names; or print the file of one workload,
-to be changed and given to --workload. A CSV or JSONL trace of your own will do
-too: a request a line, with columns or keys prompt and output (tokens), and shared
-if prompts begin alike.
+List the workloads and models that have names; or print the file of one
+workload, to be changed and given to --workload. A CSV or JSONL trace of your
+own will do too: a request a line, with columns or keys prompt and output
+(tokens), and shared if prompts begin alike.
 """
 EXAMPLES = """\
 examples:

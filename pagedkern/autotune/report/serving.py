@@ -44,8 +44,8 @@ def show_terms(console: Console, scores: Sequence[Score]) -> None:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("block", "seqs", "waste", "step", "attention", "request", "cached", "tokens/s", "of best"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in ("block", "seqs", "waste", "step", "attn", "request", "cached", "tok/s", "of best"):
         table.add_column(name, justify="right", no_wrap=True)
     chosen = best(scores)
     for s in scores:
@@ -57,8 +57,8 @@ def show_terms(console: Console, scores: Sequence[Score]) -> None:
     console.print(table)
     console.print(
         "seqs: sequences that fit the memory. waste: share of the slots they hold without a token. step: time of one "
-        "that decodes, attention: of that. request: its prompt, copies and swaps. cached: tokens of a prompt found in "
-        "the cache. tokens/s: outputs. See docs/objective.md.",
+        "that decodes, attn: attention in it. request: its prompt, copies and swaps. cached: tokens of a prompt found "
+        "in the cache. tok/s: outputs. See docs/objective.md.",
         highlight=False,
         markup=False,
     )
