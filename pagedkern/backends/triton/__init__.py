@@ -42,7 +42,9 @@ class TritonBackend:
             return Probe(False, "no CUDA device, or no NVIDIA driver: see nvidia-smi")
         capability = torch.cuda.get_device_capability()
         if capability < OLDEST:
-            return Probe(False, f"{torch.cuda.get_device_name()} has compute capability {capability}, needed is {OLDEST}")
+            return Probe(
+                False, f"{torch.cuda.get_device_name()} has compute capability {capability}, needed is {OLDEST}"
+            )
         return Probe(True, torch.cuda.get_device_name())
 
     def supports(self, problem: Problem) -> str | None:

@@ -81,29 +81,44 @@ def operand(problem: Problem) -> str:
 def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfig:
     """By head_dim, dtype, group and compute capability.
 
-    - `tile`: 32 KiB of K and V, from 16 to 128 keys; three tiles in flight where shared memory is 163 KiB or more, else
-      two: a multiprocessor of an H100 needs some 20 KiB in flight to be busy (bandwidth times latency).
+    - `tile`: 32 KiB of K and V, but no more than 8192 numbers of either, which is what registers bear where they must be
+      converted; 16 to 128 keys. `stages` keep 48 KiB or more in flight where shared memory is 163 KiB or more, else one
+      tile: a multiprocessor of an H100 needs some 20 KiB in flight to be busy (bandwidth times latency).
     - `span`: so long that the partial results of a span are 1/32 of its K and V or less, from 256 to 2048 keys.
-    - `rows`: the group, in a tile that the tensor cores take (16) where the operands have 16 bits; 64 at most.
-    - Prefill: 128 rows and 64 keys up to head_dim 128, half of both beyond; float32, which runs without tensor cores,
-      has 64 rows of 32 keys, and half of both beyond.
+    - `rows`: the group, in tiles of 16 to 64 rows for the tensor cores; of 4 at most for float32, which runs without
+      them.
+    - Prefill: see `_prefill`.
     """
     size, narrow = ITEMSIZE[problem.kv_dtype], operand(problem) != "float32"
-    dims = padded(problem.head_dim) + padded(problem.head_dim_v)
-    tile = min(128, max(16, BYTES_IN_FLIGHT // (dims * size)))
-    span = min(2048, max(256, tile, ceil_power(problem.group * 128 // size)))
-    rows = min(64, max(16 if narrow else 1, ceil_power(problem.group)))
-    large = dims > 256
-    prefill_rows, prefill_tile = (128, 64) if narrow else (64, 32)
+    d, e = sum(split_columns(problem.head_dim, not narrow)), padded(problem.head_dim_v)
+    tile = min(128, BYTES_IN_FLIGHT // ((d + e) * size), 8192 // max(d, e))
+    tile = max(16, floor_power(tile))
+    roomy = SHARED_MEMORY.get(capability, 99) > 99
+    rows, keys, warps = _prefill(problem, capability)
     return TritonConfig(
         tile=tile,
-        span=span,
-        rows=rows,
-        stages=3 if SHARED_MEMORY.get(capability, 99) > 99 else 2,
-        prefill_rows=prefill_rows // (2 if large else 1),
-        prefill_tile=prefill_tile // (2 if large else 1),
-        prefill_warps=8 if narrow and not large else 4,
+        span=min(2048, max(256, ceil_power(problem.group * 128 // size))),
+        rows=min(64, max(16, ceil_power(problem.group))) if narrow else min(4, ceil_power(problem.group)),
+        stages=(4 if size == 1 else 3) if roomy else 2,
+        prefill_rows=rows,
+        prefill_tile=keys,
+        prefill_warps=warps,
     )
+
+
+def _prefill(problem: Problem, capability: tuple[int, int]) -> tuple[int, int, int]:
+    """Rows, keys and warps of the prefill kernel: what fits into registers without spills, as compiled.
+
+    Before compute capability 9.0 tensor cores take K and V from registers, where the quantized are also converted.
+    """
+    if operand(problem) == "float32":  # no tensor cores
+        return 16, 16, 8
+    if max(padded(problem.head_dim), padded(problem.head_dim_v)) > 128:
+        return 64, 32 if capability >= (9, 0) else 16, 8
+    crowded = ITEMSIZE[problem.kv_dtype] == 1 or problem.softcap or problem.alibi
+    if crowded and capability < (9, 0):
+        return 64, 32, 8
+    return 128, 64, 8
 
 
 def configs(problem: Problem, capability: tuple[int, int]) -> Iterator[TritonConfig]:
@@ -148,7 +163,7 @@ def _prefill_changes(base: TritonConfig) -> Iterator[dict[str, int]]:
 def _fits(config: TritonConfig, problem: Problem, capability: tuple[int, int]) -> bool:
     """Whether both kernels have enough shared memory and registers, by an estimate that errs on the safe side."""
     size, wide = ITEMSIZE[problem.kv_dtype], ITEMSIZE[operand(problem)]
-    d, e = padded(problem.head_dim), padded(problem.head_dim_v)
+    d, e = sum(split_columns(problem.head_dim, wide == 4)), padded(problem.head_dim_v)
     for rows, tile, warps, stages in (
         (config.rows, config.tile, config.warps, config.stages),
         (config.prefill_rows, config.prefill_tile, config.prefill_warps, config.prefill_stages),
@@ -165,6 +180,24 @@ def _fits(config: TritonConfig, problem: Problem, capability: tuple[int, int]) -
 def padded(head_dim: int) -> int:
     """Columns of a tile: the power of two that holds head_dim, at least the 16 of a tensor core."""
     return max(16, ceil_power(head_dim))
+
+
+def split_columns(head_dim: int, wide: bool) -> tuple[int, int]:
+    """The columns of q and k in one or two powers of two (the second is 0 if there is one): 192 is 128 and 64.
+
+    A `wide` (float32) product runs without tensor cores, and takes registers for all the columns it is given: 128.
+    """
+    whole = padded(head_dim)
+    first = floor_power(max(head_dim, 16))
+    rest = padded(head_dim - first)
+    if head_dim > first and first + rest < whole:
+        return first, rest
+    return (128, whole - 128) if wide and whole > 128 else (whole, 0)
+
+
+def floor_power(x: int) -> int:
+    """The largest power of two that is not above x >= 1."""
+    return 1 << x.bit_length() - 1
 
 
 def ceil_power(x: int) -> int:

@@ -74,7 +74,8 @@ def split_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
-    DP: tl.constexpr,
+    D0: tl.constexpr,  # columns of q and k taken together,
+    D1: tl.constexpr,  # and the rest of them, or 0
     EP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -123,14 +124,18 @@ def split_kernel(
     o_token = first_row + i_query
     first_position = seq_len - num_queries + i_tile * ROWS // GROUP
     last_position = seq_len - num_queries + tl.minimum((i_tile * ROWS + ROWS - 1) // GROUP, num_queries - 1)
-    b_q = load_queries(p_q, o_token, o_head, m_row, q_row, q_head, D, DP, ALIGN_Q).to(OPERAND)
+    b_q = load_queries(p_q, o_token, o_head, m_row, q_row, q_head, D, 0, D0, ALIGN_Q, OPERAND)
+    b_q1 = None
+    if D1 > 0:
+        b_q1 = load_queries(p_q, o_token, o_head, m_row, q_row, q_head, D, D0, D1, ALIGN_Q, OPERAND)
     b_slope = None
     if p_slopes is not None:
         b_slope = tl.load(p_slopes + o_head, mask=m_row, other=0.0)
     if p_k_scale is not None:
         scale = scale * tl.load(p_k_scale + i_head)
     b_acc, b_top, b_sum = attend(
-        b_q, seq_len - num_queries + i_query, first_position, last_position, seq_len, first_span * SPAN_TILES, i_split,
+        b_q, b_q1, seq_len - num_queries + i_query, first_position, last_position, seq_len, first_span * SPAN_TILES,
+        i_split,
         p_k + tl.multiple_of(i_head * k_head, ALIGN_K), p_v + tl.multiple_of(i_head * v_head, ALIGN_V),
         p_table + i_seq * table_row, k_block, k_token, v_block, v_token, scale, softcap, b_slope, window, D, E, EP, TILE, SPLITS, SPAN_TILES, BLOCK_SIZE, ALIGN_K, ALIGN_V, CAUSAL,
         RAGGED, KIND, NATIVE_FP8, PRECISION, STAGES,

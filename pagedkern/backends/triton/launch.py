@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagedkern.backends.base import AttentionCall, CopyCall, WriteCall
-from pagedkern.backends.triton.config import TritonConfig, ceil_power, padded
+from pagedkern.backends.triton.config import TritonConfig, ceil_power, padded, split_columns
 from pagedkern.backends.triton.decode import PARTIAL, merge_kernel, split_kernel
 from pagedkern.backends.triton.prefill import prefill_kernel
 from pagedkern.backends.triton.store import WORDS, copy_kernel, write_kernel
@@ -43,9 +43,7 @@ class Launch(NamedTuple):
     stages: int
 
     def run(self) -> None:
-        self.kernel[self.grid](
-            *self.arguments, num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True
-        )
+        self.kernel[self.grid](*self.arguments, num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True)
 
 
 @cache
@@ -78,10 +76,11 @@ def attention_launches(call: AttentionCall, config: TritonConfig, native: bool) 
     window = None if call.sliding_window is None else min(call.sliding_window, LONGEST_WINDOW)
     queries = max(1, min(call.max_seqlen_q, config.split_queries))
     strides = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2])
-    shape = (kv_heads, heads // kv_heads, head_dim, head_dim_v, padded(head_dim), padded(head_dim_v), block_size)
     aligns = (_align(q, 2), _align(k_cache, 3), _align(v_cache, 3), _align(out, 2))
     narrow = call.k_cache.dtype == q.dtype or kind
     operand = TRITON_DTYPES[q.dtype if narrow else torch.float32]
+    columns = split_columns(head_dim, operand == tl.float32)
+    shape = (kv_heads, heads // kv_heads, head_dim, head_dim_v, *columns, padded(head_dim_v), block_size)
     precision = "tf32" if config.allow_tf32 else "ieee"
     tables = (call.block_table, call.seq_lens, cu)
     factors = (call.alibi_slopes, call.sinks, call.k_scale, call.v_scale, call.scale, call.softcap, window)
@@ -109,7 +108,7 @@ def attention_launches(call: AttentionCall, config: TritonConfig, native: bool) 
             merge_kernel,
             (num_seqs * queries, heads),
             (work, call.seq_lens, cu, out, call.lse, call.sinks, window, *out.stride()[:2], queries, splits,
-             heads, head_dim_v, shape[5], config.span, ceil_power(config.num_splits),
+             heads, head_dim_v, padded(head_dim_v), config.span, ceil_power(config.num_splits),
              min(MERGE_CHUNK, ceil_power(config.num_splits)), aligns[3]),
             4,
             1,

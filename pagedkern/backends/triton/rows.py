@@ -17,11 +17,24 @@ NUMBERS = (
 
 
 @triton.jit
-def load_queries(p_q, o_token, o_head, m_row, q_row, q_head, D: tl.constexpr, DP: tl.constexpr, ALIGN: tl.constexpr):
-    """q [M, DP] of rows given by token and head [M]; 0 where there is no row or column."""
-    o_d = tl.arange(0, DP)
+def load_queries(
+    p_q,
+    o_token,  # [M]
+    o_head,  # [M]
+    m_row,  # [M]
+    q_row,
+    q_head,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Columns FIRST .. FIRST + COLUMNS - 1 of q of some rows, [M, COLUMNS]; 0 where there is no row or column."""
+    o_d = FIRST + tl.arange(0, COLUMNS)
     o_q = tl.multiple_of(o_token.to(tl.int64) * q_row + o_head * q_head, ALIGN)
-    return tl.load(p_q + (o_q[:, None] + o_d[None, :]), mask=m_row[:, None] & (o_d < D)[None, :], other=0)
+    b_q = tl.load(p_q + (o_q[:, None] + o_d[None, :]), mask=m_row[:, None] & (o_d < D)[None, :], other=0)
+    return b_q.to(OPERAND)
 
 
 @triton.jit

@@ -62,9 +62,9 @@ def tanh(b_x):
 
 
 @triton.jit
-def scores(b_q, b_k, b_distance, scale, softcap, b_slope, PRECISION: tl.constexpr):
-    """Scores of all rows against all keys of a tile, float32 [M, N]; `b_distance`: key minus query position."""
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+def scores(b_s, b_distance, scale, softcap, b_slope):
+    """Scores from products of q and k, float32 [M, N]; `b_distance`: key minus query position."""
+    b_s *= scale
     if softcap is not None:
         b_s = softcap * tanh(b_s / softcap)
     if b_slope is not None:
@@ -89,7 +89,9 @@ def rescaled(b_s, b_top, b_sum, b_acc):
 def wild(b_v):
     """Where V is NaN or infinite, in codes whose sum over up to 256 keys tells what they add up to: `wild_sum`."""
     b_wide = b_v.to(tl.float32)
-    b_code = tl.where(b_wide == INF, 1.0, tl.where(b_wide == -INF, 0.001953125, 512.0))  # 1, 2^-9, 2^9: exact in 16 bits
+    b_code = tl.where(
+        b_wide == INF, 1.0, tl.where(b_wide == -INF, 0.001953125, 512.0)
+    )  # 1, 2^-9, 2^9: exact in 16 bits
     return tl.where(tl.abs(b_wide) < INF, 0.0, b_code)
 
 

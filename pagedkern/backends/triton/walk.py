@@ -32,7 +32,8 @@ def first_key(i, first_tile, i_split, TILE: tl.constexpr, SPLITS: tl.constexpr, 
 
 @triton.jit
 def attend(
-    b_q,  # [M, DP], in the dtype of the products
+    b_q,  # [M, D0], in the dtype of the products
+    b_q1,  # [M, D1], the columns of q from D0 on, or None
     b_position,  # int32 [M], in the sequence
     first_position,  # of the rows that count
     last_position,
@@ -93,13 +94,13 @@ def attend(
     for i in tl.range(begin_all, end_all, num_stages=STAGES):
         i_next = first_key(i + 1, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + n
         i_next_block = block_ids(p_table, i_next, i_next < high_all, BLOCK_SIZE)  # a turn ahead: K and V wait for it
-        b_k = load_tokens(
-            p_k, i_block, i_key, None, k_block, k_token, D, b_q.shape[1], BLOCK_SIZE, ALIGN_K, KIND, NATIVE_FP8, b_q.dtype
-        )  # [N, DP]
+        b_s = products(
+            b_q, b_q1, p_k, i_block, i_key, None, k_block, k_token, D, BLOCK_SIZE, ALIGN_K, KIND, NATIVE_FP8, PRECISION
+        )  # [M, N]
         b_v = load_tokens(
             p_v, i_block, i_key, None, v_block, v_token, E, EP, BLOCK_SIZE, ALIGN_V, KIND, NATIVE_FP8, b_q.dtype
         )  # [N, EP]
-        b_s = scores(b_q, b_k, i_key[None, :] - b_position[:, None], scale, softcap, b_slope, PRECISION)  # [M, N]
+        b_s = scores(b_s, i_key[None, :] - b_position[:, None], scale, softcap, b_slope)
         b_p, b_top, b_sum, b_acc = rescaled(b_s, b_top, b_sum, b_acc)
         b_acc = tl.dot(b_p.to(b_q.dtype), b_v, b_acc, input_precision=PRECISION)
         i_key = i_next
@@ -113,15 +114,14 @@ def attend(
         i_key = first_key(i, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + n
         m_key = (i_key >= low) & (i_key < high)
         i_block = block_ids(p_table, i_key, m_key, BLOCK_SIZE)
-        b_k = load_tokens(
-            p_k, i_block, i_key, m_key, k_block, k_token, D, b_q.shape[1], BLOCK_SIZE, ALIGN_K, KIND, NATIVE_FP8,
-            b_q.dtype,
-        )  # fmt: skip
+        b_s = products(
+            b_q, b_q1, p_k, i_block, i_key, m_key, k_block, k_token, D, BLOCK_SIZE, ALIGN_K, KIND, NATIVE_FP8, PRECISION
+        )
         b_v = load_tokens(
             p_v, i_block, i_key, m_key, v_block, v_token, E, EP, BLOCK_SIZE, ALIGN_V, KIND, NATIVE_FP8, b_q.dtype
         )
         b_distance = i_key[None, :] - b_position[:, None]
-        b_s = scores(b_q, b_k, b_distance, scale, softcap, b_slope, PRECISION)
+        b_s = scores(b_s, b_distance, scale, softcap, b_slope)
         b_s = tl.where(visible(b_distance, m_key, window, CAUSAL, RAGGED), b_s, -INF)
         b_p, b_top, b_sum, b_acc = rescaled(b_s, b_top, b_sum, b_acc)
         if RAGGED and KIND != "int8":
@@ -139,12 +139,49 @@ def attend(
                 m_key = (i_key >= low) & (i_key < high)
                 i_block = block_ids(p_table, i_key, m_key, BLOCK_SIZE)
                 b_v = load_tokens(
-                    p_v, i_block, i_key, m_key, v_block, v_token, E, EP, BLOCK_SIZE, ALIGN_V, KIND, NATIVE_FP8, b_q.dtype
+                    p_v,
+                    i_block,
+                    i_key,
+                    m_key,
+                    v_block,
+                    v_token,
+                    E,
+                    EP,
+                    BLOCK_SIZE,
+                    ALIGN_V,
+                    KIND,
+                    NATIVE_FP8,
+                    b_q.dtype,
                 )
                 m_seen = visible(i_key[None, :] - b_position[:, None], m_key, window, CAUSAL, RAGGED)
                 b_codes = tl.dot(m_seen.to(b_q.dtype), wild(b_v).to(b_q.dtype), b_codes, input_precision=PRECISION)
             b_acc += wild_sum(b_codes)
     return b_acc, b_top, b_sum
+
+
+@triton.jit
+def products(
+    b_q, b_q1, p_k, i_block, i_key, m_key, k_block, k_token, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ALIGN_K: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products of all query rows with the keys of a tile, float32 [M, N]."""
+    D0: tl.constexpr = b_q.shape[1]
+    if b_q1 is None:
+        b_k = load_tokens(
+            p_k, i_block, i_key, m_key, k_block, k_token, D, D0, BLOCK_SIZE, ALIGN_K, KIND, NATIVE_FP8, b_q.dtype
+        )  # [N, D0]
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    else:
+        b_k = load_tokens(
+            p_k, i_block, i_key, m_key, k_block, k_token, D0, D0, BLOCK_SIZE, ALIGN_K, KIND, NATIVE_FP8, b_q.dtype
+        )
+        b_k1 = load_tokens(
+            p_k + D0, i_block, i_key, m_key, k_block, k_token, D - D0, b_q1.shape[1], BLOCK_SIZE, ALIGN_K, KIND,
+            NATIVE_FP8, b_q.dtype,
+        )  # fmt: skip
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_s = tl.dot(b_q1, tl.trans(b_k1), b_s, input_precision=PRECISION)
+    return b_s
 
 
 @triton.jit
