@@ -37,21 +37,25 @@ MAY_REFUSE: dict[str, Callable[[Problem], bool]] = {
 }
 
 
-SAMPLED: dict[str, int] = {"triton": 4}
+SAMPLED: dict[str, int] = {"triton": 4, "numba_cuda": 8}
 """Backends so slow under emulation that only every n-th case of each test runs, the first and the last among them; the
 cases of `test_cases.py` all run. CONTRACT=full runs everything everywhere."""
 
 EMULATED_CONFIG: dict[str, Mapping[str, object]] = {
     "triton": {
-        "tile": 16, "span": 32, "num_splits": 3, "rows": 16, "split_queries": 3, "prefill_rows": 16, "prefill_tile": 16,
+        "tile": 32, "span": 64, "num_splits": 3, "rows": 16, "split_queries": 3, "prefill_rows": 16, "prefill_tile": 32,
     },
     "cupy": {
         "tile": 32, "warps": 2, "stages": 2, "span": 64, "num_splits": 3, "decode_tokens": 2, "prefill_tile": 32,
         "prefill_warps": 2,
     },
+    "numba_cuda": {"threads": 32, "keys": 32, "prefill_rows": 8, "span": 64, "splits": 3},
 }  # fmt: skip
 """What emulated backends are configured with unless a test says otherwise: tiles and spans so small that small problems
 cross every boundary between them."""
+
+SLOW = {"numba_cuda"}
+"""Emulated backends that run a kernel's every instruction in Python: what is random or long is cut down for them."""
 
 THREADS = {"cpu": 2}
 """Backends that split a call over the threads of torch, and over how many the tests let them."""
@@ -78,6 +82,11 @@ class Target:
     def size(self, full: int, emulated: int) -> int:
         """How much of something to test: `full`, or less where the kernels are emulated."""
         return emulated if self.emulated else full
+
+    @property
+    def slow(self) -> bool:
+        """Whether even emulated sizes are too much."""
+        return self.emulated and self.name in SLOW
 
     def __str__(self) -> str:
         return f"{self.name}-{self.device}"

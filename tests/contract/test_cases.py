@@ -41,6 +41,8 @@ def test_cache_of_more_than_2_31_elements(target: Target, dtype: str, layout: st
 @pytest.mark.parametrize("query_len", [None, 1, 3])
 def test_nan_past_the_end_of_the_last_block(target: Target, length: int, query_len: int | None) -> None:
     """flash-attention 1745, 2374; vllm 53856."""
+    if target.slow and length > 512:
+        length -= 4096 - 512 if length > 4000 else 2048 - 256
     spec = replace(SMALL, seq_lens=(length,), query_lens=None if query_len is None else (min(query_len, length),))
     check_no_leak(target, spec)
 
@@ -50,6 +52,8 @@ def test_nan_past_the_end_of_the_last_block(target: Target, length: int, query_l
 @pytest.mark.parametrize("window", [None, 4])
 def test_padding_row(target: Target, seq_lens: tuple[int, ...], ragged: bool, window: int | None) -> None:
     """In batches that split keys and in ones that do not: vllm 57094; flashinfer 2883."""
+    if target.slow:
+        seq_lens = tuple(min(n, 400) for n in seq_lens)
     spec = replace(SMALL, seq_lens=seq_lens, query_lens=(1,) * len(seq_lens) if ragged else None, window=window)
     check_whole(target, spec)
     check_no_leak(target, spec)

@@ -13,40 +13,45 @@ import pagedkern
 from tests.contract.cache_checks import check_copy, check_write
 from tests.contract.checks import check_batch_invariant, check_exact, check_no_leak, check_placement, check_whole
 from tests.contract.problems import Spec, build, contents
-from tests.contract.strategies import small_specs, specs
+from tests.contract.strategies import shortened, small_specs, specs
 from tests.contract.targets import Refused, Result, Target
 from tests.contract.test_small_ops import scales_of
 
 FEWER = settings(max_examples=max(10, settings().max_examples // 3))
 
 
+def fitted(target: Target, spec: Spec) -> Spec:
+    return shortened(spec) if target.slow else spec
+
+
 @given(spec=specs())
 def test_exact(target: Target, spec: Spec) -> None:
-    check_exact(target, spec)
+    check_exact(target, fitted(target, spec))
 
 
 @FEWER
 @given(spec=specs(), out_layout=st.sampled_from(["plain", "slice", "odd"]))
 def test_whole(target: Target, spec: Spec, out_layout: str) -> None:
-    check_whole(target, spec, out_layout)
+    check_whole(target, fitted(target, spec), out_layout)
 
 
 @FEWER
 @given(spec=specs(), fill=st.sampled_from(["nan", "inf", "mixed"]))
 def test_nothing_unseen_leaks(target: Target, spec: Spec, fill: str) -> None:
-    check_no_leak(target, spec, (fill,))
+    check_no_leak(target, fitted(target, spec), (fill,))
 
 
 @FEWER
 @given(spec=small_specs())
 def test_placement_free(target: Target, spec: Spec) -> None:
-    check_placement(target, spec, ("HND", "interleaved", spec.layout))
+    check_placement(target, fitted(target, spec), ("HND", "interleaved", spec.layout))
 
 
 @FEWER
 @given(spec=small_specs(), other=small_specs())
 def test_batch_invariant(target: Target, spec: Spec, other: Spec) -> None:
     """Beside neighbours of any length."""
+    spec, other = fitted(target, spec), fitted(target, other)
     lens = (other.seq_lens, other.query_lens or (1,) * len(other.seq_lens))
     neighbours = contents(replace_lengths(spec, *lens))
     check_batch_invariant(target, spec, neighbours)
@@ -81,7 +86,7 @@ def test_copy(target: Target, data: st.DataObject, num_blocks: int) -> None:
 @given(spec=small_specs(), cut=st.floats(0, 1))
 def test_parts_merge_to_the_whole(target: Target, spec: Spec, cut: float) -> None:
     """Any split of the keys, without the features that see positions: those count from the end of a part."""
-    spec = replace(spec, causal=False, window=None, alibi=False, sinks=None, q_dtype="float32")
+    spec = replace(fitted(target, spec), causal=False, window=None, alibi=False, sinks=None, q_dtype="float32")
     tokens = contents(spec)
     places = [int(cut * len(t.k)) for t in tokens]
     first = [replace(t, k=t.k[:n], v=t.v[:n]) for t, n in zip(tokens, places, strict=True)]
