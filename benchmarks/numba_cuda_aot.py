@@ -38,8 +38,8 @@ DTYPES = [
 PAGE = """\
 # What the Numba CUDA kernels compile to
 
-Made by `python -m benchmarks.numba_cuda_aot --out docs/numba_cuda_kernels.md` with numba-cuda {numba} and {ptxas}; do not
-edit. Each kernel was compiled for each GPU with the default configuration. A field tells the registers of a thread,
+Made by `python -m benchmarks.numba_cuda_aot --out docs/numba_cuda_kernels.md` with numba-cuda {numba} and {ptxas};
+do not edit. Each kernel was compiled for each GPU with the default configuration. A field tells the registers of a thread,
 the KiB of shared memory of a block, the loads of 16 bytes from global memory that the PTX holds (of all loads from
 global memory; the others fetch block ids, lengths and single numbers), and bytes spilled, if any. `decode` and
 `prefill` are compiled with all features (window, softcap, ALiBi, sinks, lse) on and off; where the two differ, the
@@ -237,7 +237,7 @@ def main() -> int:
                 result = compiled(cell, Path(folder))
             except Exception as error:  # whatever went wrong, the other cells are compiled
                 failed += 1
-                print(f"{cell}: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+                print(f"{cell}: {type(error).__name__}: {error}", file=sys.stderr)
                 continue
             results.append(result)
             if arguments.json:

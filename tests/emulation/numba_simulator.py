@@ -15,8 +15,9 @@ It reports what a GPU answers with undefined behaviour: a barrier that some thre
 address that is not aligned. Shared and local memory begin as garbage, and an index behind their end raises IndexError.
 `options.order` runs the threads of a block, and the blocks of a grid, in another order: results must not change.
 
-Arithmetic: floats are Python's, in float64, and rounded to float32 where they are stored into a shared or global array. `options.single_precision` computes in NumPy's float32 scalars instead, as a GPU does, but three times
-slower; one fused multiply-add is two rounded operations there.
+Arithmetic: floats are Python's, in float64, and rounded to float32 where they are stored into a shared or global array.
+`options.single_precision` computes in NumPy's float32 scalars instead, as a GPU does, but slower; a fused multiply-add
+is two rounded operations there.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ class Block:
             for thread in ready:
                 state.thread = thread
                 thread.switch(results.pop(thread, None))
-            ready = [thread for thread in self._released(threads, results)]
+            ready = self._released(threads, results)
 
     def _released(self, threads: list[Thread], results: dict[Thread, Any]) -> list[Thread]:
         """The threads whose barrier is complete, with what each gets from it."""
@@ -288,7 +289,7 @@ class Block:
         )
 
 
-# ---- What lanes of a warp exchange: (value of each lane, own lane, operand) -> result ---------------------------------
+# ---- What lanes of a warp exchange: (value of each lane, own lane, operand) -> result --------------------------------
 
 
 def _from(values: dict[int, Any], source: int, mine: int) -> Any:
@@ -377,7 +378,7 @@ def _index(size: Any) -> Index:
     return Index(*parts, *(1,) * (3 - len(parts)))
 
 
-# ---- The module that kernels see as `cuda` ----------------------------------------------------------------------------
+# ---- The module that kernels see as `cuda` ---------------------------------------------------------------------------
 
 
 def _here(frame: FrameType) -> Place:
@@ -437,7 +438,7 @@ class _Cuda(ModuleType):
 
 
 def _jit(signature: Any = None, *, device: bool = False, **_: Any) -> Any:
-    """`cuda.jit`: of a device function the function itself, else a kernel that can be launched if it has a signature."""
+    """`cuda.jit`: of a device function the function itself, else a kernel, which is launched by its signature."""
     if device:
         return lambda function: function
     if inspect.isfunction(signature):
@@ -445,7 +446,7 @@ def _jit(signature: Any = None, *, device: bool = False, **_: Any) -> Any:
     return lambda function: Kernel(function, signature)
 
 
-# ---- Instructions that a kernel package declares by @intrinsic --------------------------------------------------------
+# ---- Instructions that a kernel package declares by @intrinsic -------------------------------------------------------
 
 
 def _copy_vector(dst: Any, i: int, src: Any, j: int, count: int) -> None:
@@ -475,7 +476,7 @@ def _commit_copies() -> None:
 
 
 def _wait_copies(but: int = 0) -> None:
-    """Only now do the copies take place: who reads without waiting, or before a barrier, reads what was there before."""
+    """Only now do the copies take place: who reads without waiting reads what was there before."""
     assert state.thread is not None
     groups = state.thread.copies
     while len(groups) > 1 + but:

@@ -28,7 +28,7 @@ class NumbaCudaBackend:
     name: ClassVar[str] = "numba_cuda"
 
     def probe(self) -> Probe:
-        """Look for the packages, then for a GPU. Imports Numba only where one is found, or its simulator is asked for."""
+        """Look for the packages, then for a GPU. Imports Numba only where there is one, or a simulated one."""
         for package in ("torch", "numba", "numba_cuda", "cuda.bindings"):
             if not _is_installed(package):
                 return Probe(False, f"no module named {package!r}: {INSTALL}")

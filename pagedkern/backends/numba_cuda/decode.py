@@ -31,7 +31,7 @@ def decode_kernel(c: Constants) -> Callable[..., None]:
     Q_SIZE, K_SIZE, V_SIZE, P_SIZE = M * c.q_stride, N * c.k_stride, N * c.v_stride, c.state_rows * c.p_stride
     STATE, IDS = c.state_rows, 2 * N
 
-    def decode(  # type: ignore[no-untyped-def]
+    def decode(
         q, q_token, q_head, k, k_block, k_slot, k_head, v, v_block, v_slot, v_head, table, table_row, seq_lens, starts,
         k_scale, slopes, scale, softcap, window, tiles, partial, state,
     ):  # fmt: skip
@@ -97,7 +97,7 @@ def merge_kernel(c: Constants) -> Callable[..., None]:
     DECODE_TOKENS = c.decode_tokens
 
     @inlined
-    def merge_element(place, splits, row, e, partial, state):  # type: ignore[no-untyped-def]
+    def merge_element(place, splits, row, e, partial, state):
         """top, total and element e of acc of one row over all splits. A split with total 0 has seen nothing."""
         top = float32(-INF)
         for split in range(splits):
@@ -114,7 +114,7 @@ def merge_kernel(c: Constants) -> Callable[..., None]:
                 x += partial[((place + split) * M + row) * E + e] * weight
         return top, total, x
 
-    def merge(  # type: ignore[no-untyped-def]
+    def merge(
         partial, state, splits, tiles, num_seqs, num_tokens, starts, v_scale, sinks,
         out, out_token, out_head, lse, lse_token, lse_head,
     ):  # fmt: skip

@@ -10,8 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import cuda, types
-from numba.cuda.extending import intrinsic
 from numba.core.errors import RequireLiteralValue
+from numba.cuda.extending import intrinsic
 
 inlined = cuda.jit(device=True, forceinline=True)
 """Decorator of device functions. Inlined, so that small local arrays of the caller stay in registers."""
@@ -19,7 +19,7 @@ inlined = cuda.jit(device=True, forceinline=True)
 I16, I32, I64, F16, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
 
 
-# ---- Vectors: of 16 bytes, the widest access there is, or fewer. Addresses are multiples of the vector's size. ----------
+# ---- Vectors: of 16 bytes, the widest access there is, or fewer. Addresses are multiples of the vector's size. -----
 
 
 class _Vector:
@@ -107,7 +107,7 @@ def store_vector(typingctx: Any, dst: Any, i: Any, registers: Any, j: Any, count
     return types.void(dst, types.int64, registers, types.int64, count), codegen
 
 
-# ---- Copies that run beside the computation (PTX: cp.async) ------------------------------------------------------------
+# ---- Copies that run beside the computation (PTX: cp.async) --------------------------------------------------------
 
 
 @intrinsic
@@ -163,7 +163,7 @@ def wait_copies_but_last(typingctx: Any) -> Any:
     return _instruction("cp.async.wait_group 1;")
 
 
-# ---- Bits --------------------------------------------------------------------------------------------------------------
+# ---- Bits ----------------------------------------------------------------------------------------------------------
 
 
 @intrinsic

@@ -27,19 +27,19 @@ class Format(NamedTuple):
 
 
 @inlined
-def same(x):  # type: ignore[no-untyped-def]
+def same(x):
     """float32 is its own code."""
     return x
 
 
 @inlined
-def widen_bfloat16(code):  # type: ignore[no-untyped-def]
+def widen_bfloat16(code):
     """bfloat16 is the upper half of a float32."""
     return float_from_bits(int64(code) << 16)
 
 
 @inlined
-def widen_e4m3(code):  # type: ignore[no-untyped-def]
+def widen_e4m3(code):
     """Exponent and mantissa moved into place are 2**120 too small: the biases are 7 and 127. 0x7F is NaN."""
     size = int64(code) & 0x7F
     magnitude = float_from_bits(size << 20) * float32(2.0**120)
@@ -49,13 +49,13 @@ def widen_e4m3(code):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def widen_e5m2(code):  # type: ignore[no-untyped-def]
+def widen_e5m2(code):
     """float8_e5m2 is the upper half of a float16."""
     return float_from_half(int64(code) << 8)
 
 
 @inlined
-def widen_int8(code):  # type: ignore[no-untyped-def]
+def widen_int8(code):
     return float32(code)
 
 
@@ -70,7 +70,7 @@ def narrowing(exponent: int, mantissa: int, top: int, nan: int, saturates: bool)
     sign_shift = 31 - exponent - mantissa
 
     @inlined
-    def narrow(x):  # type: ignore[no-untyped-def]
+    def narrow(x):
         bits = bits_of_float(x)
         size = bits & 0x7FFFFFFF
         place = (size >> 23) - rebias  # the exponent in the smaller format; below 1 the result is subnormal
@@ -91,9 +91,9 @@ def narrowing(exponent: int, mantissa: int, top: int, nan: int, saturates: bool)
 
 
 @inlined
-def narrow_int8(x):  # type: ignore[no-untyped-def]
+def narrow_int8(x):
     """Clamped to what int8 holds; NaN is 0."""
-    if not (x == x):
+    if x != x:
         return int64(0)
     x = min(max(x, float32(-128.0)), float32(127.0))
     below = math.floor(x)
@@ -118,14 +118,14 @@ def loading(dtype: str, count: int) -> Callable[..., Any]:
     CODE, widen = FORMATS[dtype].code, FORMATS[dtype].widen
 
     @inlined
-    def load(numbers, i, source, j):  # type: ignore[no-untyped-def]
+    def load(numbers, i, source, j):
         codes = cuda.local.array(count, CODE)
         load_vector(codes, 0, source, j, count)
         for n in range(count):
             numbers[i + n] = widen(codes[n])
 
     @inlined
-    def load_float32(numbers, i, source, j):  # type: ignore[no-untyped-def]
+    def load_float32(numbers, i, source, j):
         load_vector(numbers, i, source, j, count)
 
     return load_float32 if dtype == "float32" else load

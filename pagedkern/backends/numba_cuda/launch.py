@@ -1,7 +1,7 @@
 """From tensors to launches: addresses, strides, grids, workspace, and the kernels compiled for them.
 
-A kernel's parameters are numbers only. Passing a pointer to Numba costs 0.1 µs, an array object some 10 µs: it has to be
-wrapped, and its shape and strides to be taken apart again. Everything runs on torch's current stream; nothing waits.
+A kernel's parameters are numbers only. Numba would take an array apart again at every launch, its shape and strides one
+by one. Everything runs on torch's current stream; nothing waits.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _compiled(signature: Any, threads: int) -> Any:
 
 
 def _launch(get: Callable[[], Any], grid: tuple[int, ...], threads: int, device: torch.device, *args: Any) -> None:
-    """Run a kernel on torch's current stream. Tensors become the address of their first element, None a null pointer."""
+    """Run a kernel on torch's current stream. A tensor becomes the address of its first element, None is null."""
     if EMULATED:  # the simulator looks at the tensors themselves, to find accesses outside of them
         get()[grid, threads](*args)
         return
@@ -126,7 +126,7 @@ def _address(x: Any) -> Any:
 
 
 def attention(call: AttentionCall, config: NumbaCudaConfig) -> None:
-    """See `base.AttentionCall`. Decodes and merges; computes the longer queries by another launch if there may be any."""
+    """See `base.AttentionCall`. Decodes and merges; another launch computes the longer queries if there may be any."""
     q, k, v, out, lse = call.q, call.k_cache, call.v_cache, call.out, call.lse
     num_tokens, heads, _ = q.shape
     num_seqs, kv_heads = call.seq_lens.shape[0], k.shape[2]

@@ -15,8 +15,8 @@ from pagedkern.backends.numba_cuda.tile import finish_rows, first_query, tile_st
 def prefill_kernel(c: Constants) -> Callable[..., None]:
     """Attention of one tile of query rows, of sequences with more than `decode_tokens` query tokens.
 
-    Grid: (tile, KV head). Lengths are known on the device only, so the grid is an upper bound: sequence i begins at tile
-    `starts[i] * group // M + i`, which leaves room for all its tiles wherever its neighbours end.
+    Grid: (tile, KV head). Lengths are known on the device only, so the grid is an upper bound: sequence i begins at
+    tile `starts[i] * group // M + i`, which leaves room for all its tiles wherever its neighbours end.
     """
     steps = tile_steps(c)
     finish_row = finish_rows(c)
@@ -28,7 +28,7 @@ def prefill_kernel(c: Constants) -> Callable[..., None]:
     STATE, IDS = c.state_rows, 2 * N
 
     @inlined
-    def sequence_of(tile, starts, num_seqs):  # type: ignore[no-untyped-def]
+    def sequence_of(tile, starts, num_seqs):
         """The last sequence that begins at or before this tile, by bisection."""
         low, high = int64(0), int64(num_seqs)
         while high - low > 1:
@@ -39,7 +39,7 @@ def prefill_kernel(c: Constants) -> Callable[..., None]:
                 high = middle
         return low
 
-    def prefill(  # type: ignore[no-untyped-def]
+    def prefill(
         q, q_token, q_head, k, k_block, k_slot, k_head, v, v_block, v_slot, v_head, table, table_row, seq_lens, starts,
         k_scale, slopes, scale, softcap, window, num_seqs, v_scale, sinks,
         out, out_token, out_head, lse, lse_token, lse_head,

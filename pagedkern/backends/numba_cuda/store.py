@@ -30,7 +30,7 @@ def write_kernel(
         VECTORS = DIM // VECTOR
 
         @inlined
-        def store(x, x_start, x_head, cache, cache_start, cache_head, scale, kv_heads):  # type: ignore[no-untyped-def]
+        def store(x, x_start, x_head, cache, cache_start, cache_head, scale, kv_heads):
             """All heads of one token; a quantized cache holds x / scale. Equal dtypes are copied, NaN bits and all."""
             codes = cuda.local.array(VECTOR, IN)
             stored = cuda.local.array(VECTOR, OUT)
@@ -52,7 +52,7 @@ def write_kernel(
 
     store_k, store_v = (storing(dim, vector) for dim, vector in zip(dims, vectors, strict=True))
 
-    def write(  # type: ignore[no-untyped-def]
+    def write(
         slots, kv_heads, k, k_token, k_head, v, v_token, v_head,
         k_cache, kc_block, kc_slot, kc_head, v_cache, vc_block, vc_slot, vc_head, k_scale, v_scale,
     ):  # fmt: skip
@@ -79,7 +79,7 @@ def copy_kernels(vector: int, threads: int) -> tuple[Callable[..., None], Callab
     """
 
     @inlined
-    def is_written(block, dst, pairs):  # type: ignore[no-untyped-def]
+    def is_written(block, dst, pairs):
         """Whether a block is the destination of any pair. All threads of the block look, each at some."""
         found = 0
         for i in range(cuda.threadIdx.x, pairs, threads):
@@ -88,7 +88,7 @@ def copy_kernels(vector: int, threads: int) -> tuple[Callable[..., None], Callab
         return cuda.syncthreads_or(found) != 0
 
     @inlined
-    def place_of(i, shape, strides):  # type: ignore[no-untyped-def]
+    def place_of(i, shape, strides):
         """Where vector i of a block lies, from the block's start, in bytes."""
         at = int64(0)
         for n in range(DIMS + 1):
@@ -96,7 +96,7 @@ def copy_kernels(vector: int, threads: int) -> tuple[Callable[..., None], Callab
             i //= shape[n]
         return at
 
-    def gather(caches, block_stride, shape, strides, size, src, dst, pairs, staged):  # type: ignore[no-untyped-def]
+    def gather(caches, block_stride, shape, strides, size, src, dst, pairs, staged):
         pair, cache = int64(cuda.blockIdx.x), caches[cuda.blockIdx.y]
         if is_written(src[pair], dst, pairs):
             to = (pair * cuda.gridDim.y + cuda.blockIdx.y) * size * vector
@@ -104,7 +104,7 @@ def copy_kernels(vector: int, threads: int) -> tuple[Callable[..., None], Callab
                 at = src[pair] * block_stride + place_of(i, shape, strides)
                 copy_vector(staged, to + i * vector, cache, at, vector)
 
-    def scatter(caches, block_stride, shape, strides, size, src, dst, pairs, staged):  # type: ignore[no-untyped-def]
+    def scatter(caches, block_stride, shape, strides, size, src, dst, pairs, staged):
         pair, cache = int64(cuda.blockIdx.x), caches[cuda.blockIdx.y]
         was_staged = is_written(src[pair], dst, pairs)
         begin = (pair * cuda.gridDim.y + cuda.blockIdx.y) * size * vector

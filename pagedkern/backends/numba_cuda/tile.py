@@ -40,7 +40,7 @@ COLUMNS = 4  # columns of acc that a thread holds
 
 
 @inlined
-def first_query(sequence, starts, ragged):  # type: ignore[no-untyped-def]
+def first_query(sequence, starts, ragged):
     """The row of q at which a sequence begins: starts is cu_seqlens_q, without which (`ragged` false) it has one."""
     if ragged:
         return int64(starts[sequence])
@@ -69,7 +69,7 @@ def tile_steps(c: Constants) -> Steps:
     load_query = loading(c.q_dtype, Q_VECTOR)
 
     @inlined
-    def stage_queries(q_tile, q, q_token, q_head, first_token, first_row, num_rows, kv_head):  # type: ignore[no-untyped-def]
+    def stage_queries(q_tile, q, q_token, q_head, first_token, first_row, num_rows, kv_head):
         """Rows first_row .. first_row+M-1 of a sequence into q_tile [M, D], as float32; zeros past its last row."""
         numbers = cuda.local.array(Q_VECTOR, float32)
         for i in range(cuda.threadIdx.x, M * Q_VECTORS, T):
@@ -85,7 +85,7 @@ def tile_steps(c: Constants) -> Steps:
 
     # -- The block table ----------------------------------------------------------------------------------------------
     @inlined
-    def find_blocks(blocks, half, table, table_start, start, begin, end):  # type: ignore[no-untyped-def]
+    def find_blocks(blocks, half, table, table_start, start, begin, end):
         """blocks[half + n] = the physical block of token start + n; -1 outside of begin .. end-1: not looked up.
 
         The sequence's row of the table begins at table[table_start].
@@ -101,7 +101,7 @@ def tile_steps(c: Constants) -> Steps:
         VECTORS = DIM // VECTOR
 
         @inlined
-        def stage(tile, blocks, half, cache, block_stride, slot_stride, head_start, start):  # type: ignore[no-untyped-def]
+        def stage(tile, blocks, half, cache, block_stride, slot_stride, head_start, start):
             """Begin to copy tokens start .. start+N-1 of one KV head into tile [N, DIM]; zeros where there is no block.
 
             Neighbouring threads read neighbouring vectors of a token. The id is widened before it is multiplied: a
@@ -131,10 +131,10 @@ def tile_steps(c: Constants) -> Steps:
     load_chunk = loading(c.kv_dtype, CHUNK)
 
     @inlined
-    def score(p, q_tile, k_tile, rows):  # type: ignore[no-untyped-def]
-        """p = Q K' for the first `rows` of M rows: each thread computes ROWS x KEYS products in registers, CHUNK elements of D at a time.
+    def score(p, q_tile, k_tile, rows):
+        """p = Q K' for the first `rows` of M rows.
 
-        The keys of a thread are KEY_THREADS apart, so that neighbouring threads read neighbouring rows of the tile,
+        Each thread computes ROWS x KEYS products in registers, CHUNK elements of D at a time. The keys of a thread are KEY_THREADS apart, so that neighbouring threads read neighbouring rows of the tile,
         whose stride spreads them over the banks of shared memory; the query is the same for all of them.
         """
         sums = cuda.local.array(SCORES, float32)
@@ -161,7 +161,7 @@ def tile_steps(c: Constants) -> Steps:
 
     # -- Softmax ------------------------------------------------------------------------------------------------------
     @inlined
-    def soften(  # type: ignore[no-untyped-def]
+    def soften(
         p, rows, top, total, decay, start, end, position, first_row, scale, softcap, window, slopes, kv_head, ragged
     ):
         """Scores into weights exp(score - top), in place; brings top and total up to date, decay = exp(old - new top).
@@ -222,7 +222,7 @@ def tile_steps(c: Constants) -> Steps:
     load_columns = loading(c.kv_dtype, COLUMNS)
 
     @inlined
-    def weigh(acc, p, v_tile, decay, rows, ragged):  # type: ignore[no-untyped-def]
+    def weigh(acc, p, v_tile, decay, rows, ragged):
         """acc = acc * decay + P V: each thread for its rows and columns, four keys at a time."""
         v = cuda.local.array(16, float32)
         w = cuda.local.array(4, float32)
@@ -252,7 +252,7 @@ def tile_steps(c: Constants) -> Steps:
 
     # -- All keys of a tile of queries --------------------------------------------------------------------------------
     @inlined
-    def attend(  # type: ignore[no-untyped-def]
+    def attend(
         acc, q_tile, k_tile, v_tile, p, blocks, top, total, decay,
         k, k_block, k_slot, k_head, v, v_block, v_slot, v_head, table, table_start, slopes, scale, softcap, window,
         begin, end, start, skip, position, last_position, first_row, rows, kv_head,
@@ -304,7 +304,7 @@ def tile_steps(c: Constants) -> Steps:
         wait_copies()
 
     @inlined
-    def collect(result, acc):  # type: ignore[no-untyped-def]
+    def collect(result, acc):
         """acc from the registers of all threads into result [M, E] in shared memory; parts are added in their order."""
         for turn in range(SLICES):
             for r in range(ROUNDS):
@@ -327,7 +327,7 @@ def finish_rows(c: Constants) -> Callable[..., Any]:
     SINKS, LSE, narrow = c.sinks, c.lse, FORMATS[c.q_dtype].narrow
 
     @inlined
-    def finish_row(  # type: ignore[no-untyped-def]
+    def finish_row(
         top, total, x, token, head, e, unit, sinks, out, out_token, out_head, lse, lse_token, lse_head
     ):
         """Element e of a row: x / total into out, times `unit`; with element 0 also lse. The sink joins here.
