@@ -145,7 +145,7 @@ def page(cells: Sequence[Cell], facts: Sequence[Facts], version: object) -> str:
     ]
     for cell, f in zip(cells, facts, strict=True):
         i = cell.instance
-        shape = f"{i.threads} | {i.tile} | {i.stages} | {i.shared_bytes():,}" if i else " | | | "
+        shape = f"{i.threads} | {i.tile} | {i.stages} | {i.shared_bytes:,}" if i else " | | | "
         lines.append(f"| {cell.name} | {shape} | {f.registers} | {f.spills} | {f.copies + f.bulk} | {f.mma} |")
     bad = [f"{cell.name}: {'; '.join(w)}" for cell, f in zip(cells, facts, strict=True) if (w := wrong(cell, f))]
     lines += ["", f"{len(cells)} kernels, {len(bad)} of them with something amiss.", *(f"- {line}" for line in bad), ""]

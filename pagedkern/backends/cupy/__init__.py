@@ -17,7 +17,7 @@ from pagedkern.backends.base import ITEMSIZE, AttentionCall, Config, CopyCall, P
 from pagedkern.backends.cupy import config as configuration
 from pagedkern.backends.cupy.config import CupyConfig
 from pagedkern.backends.cupy.instance import MAX_DIM
-from pagedkern.backends.cupy.launcher import launcher
+from pagedkern.backends.cupy.launcher import current_launcher
 from pagedkern.errors import InvalidArgument
 
 __all__ = ["CupyBackend", "CupyConfig"]
@@ -30,11 +30,11 @@ class CupyBackend:
 
     def probe(self) -> Probe:
         """Look for torch, a GPU and CuPy; loads torch, but not CuPy."""
-        return launcher().probe()
+        return current_launcher().probe()
 
     def supports(self, problem: Problem) -> str | None:
         """Every dtype and block size; head_dim in steps of 8 up to 256."""
-        device = "cpu" if launcher().emulated else "cuda"
+        device = "cpu" if current_launcher().emulated else "cuda"
         if problem.device != device:
             return f"the tensors are on {problem.device!r}; this backend computes on {device!r}"
         if problem.op == "copy_blocks":

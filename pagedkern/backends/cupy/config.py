@@ -106,11 +106,11 @@ def default_config(problem: Problem) -> CupyConfig:
         decode_tokens=max(1, 32 // problem.group),
         prefill_tile=min(tile, 64 if sum(model.padded_dims) <= 384 else 32),  # what registers hold
     )
-    while instance(model, made, "async", False).shared_bytes() > SMALL_GPU:  # the queries of many heads take room too
-        fewer = (
-            {"stages": made.stages - 1} if made.stages > 2 else {"tile": tile // 2, "warps": max(1, made.warps // 2)}
-        )
-        made = replace(made, **fewer)
+    while instance(model, made, "async", False).shared_bytes > SMALL_GPU:  # the queries of many heads take room too
+        if made.stages > 2:
+            made = replace(made, stages=made.stages - 1)
+        else:
+            made = replace(made, tile=made.tile // 2, warps=max(1, made.warps // 2))
     return made
 
 

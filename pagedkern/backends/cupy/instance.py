@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from pagedkern.abi import DTYPE_CODES
@@ -60,9 +61,12 @@ class CopyPlan(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Instance:
-    """The constants that an attention kernel is compiled for; field by field `struct Instance` of instance.cuh."""
+    """The constants that an attention kernel is compiled for; field by field `struct Instance` of instance.cuh.
+
+    What follows from them is found once: a launch asks for it each time.
+    """
 
     q_dtype: str
     kv_dtype: str
@@ -88,16 +92,21 @@ class Instance:
         """Query rows of a block of threads."""
         return self.rows * self.row_warps
 
-    @property
+    @cached_property
     def numbers(self) -> tuple[int, ...]:
         q, kv, *rest = astuple(self)
         return (DTYPE_CODES[q], DTYPE_CODES[kv], *(COPY[x] if isinstance(x, str) else int(x) for x in rest))
 
-    @property
+    @cached_property
+    def struct(self) -> InstanceStruct:
+        return InstanceStruct(*self.numbers)
+
+    @cached_property
     def macro(self) -> str:
         """The value of PAGEDKERN_INSTANCE."""
         return "{" + ",".join(map(str, self.numbers)) + "}"
 
+    @cached_property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: barriers, q, stages and weights, or the sums that take their place at the end."""
         q_pitch = pitch(self.dim_k, self.q_dtype) if self.tensor_cores else 4 * self.dim_k

@@ -24,10 +24,9 @@ from pagedkern.backends.cupy.instance import (
     AttentionPlan,
     CopyPlan,
     Instance,
-    InstanceStruct,
     WritePlan,
 )
-from pagedkern.backends.cupy.launcher import Launcher, launcher
+from pagedkern.backends.cupy.launcher import Launcher, current_launcher
 from pagedkern.errors import InvalidArgument, Unsupported
 
 NAMES = {getattr(torch, name): name for name in DTYPE_CODES}
@@ -40,12 +39,13 @@ COLUMN, COPY_SHARED = 4096, 48 << 10  # bytes: widest column of copy_blocks, and
 
 def attention(call: AttentionCall, config: CupyConfig) -> None:
     """A decode launch, a merge if keys are split, and a prefill launch if some sequence may have that many queries."""
-    run, heads, kv_heads = launcher(), call.q.shape[1], call.k_cache.shape[2]
+    run, heads, kv_heads = current_launcher(), call.q.shape[1], call.k_cache.shape[2]
     model = Model(
         NAMES[call.q.dtype], NAMES[call.k_cache.dtype], heads // kv_heads, call.q.shape[2], call.v_cache.shape[3],
         call.softcap is not None, call.alibi_slopes is not None,
     )  # fmt: skip
-    copy = _copy_path(call, config, run)
+    k_unit, v_unit = _unit(call.k_cache), _unit(call.v_cache)
+    copy = _copy_path(call, config, run, min(k_unit, v_unit))
     batch, params = _batch(call), _params(call)
     arrays = tuple(x for name in _ARRAYS if (x := getattr(call, name)) is not None)
     num_seqs, width = call.block_table.shape
@@ -59,8 +59,8 @@ def attention(call: AttentionCall, config: CupyConfig) -> None:
         row_tiles=-(-tokens * model.group // decode.block_rows),
         decode_tokens=config.decode_tokens,
         partial_tokens=tokens,
-        k_unit=_unit(call.k_cache),
-        v_unit=_unit(call.v_cache),
+        k_unit=k_unit,
+        v_unit=v_unit,
     )
     if splits > 1:
         parts = (num_seqs, tokens, heads, splits)
@@ -91,13 +91,13 @@ def _attend(
     arrays: tuple[Tensor, ...],
     device: torch.device,
 ) -> None:
-    shared, limit = instance.shared_bytes(), run.shared_limit(device)
+    shared, limit = instance.shared_bytes, run.shared_limit(device)
     if shared > limit:
         raise InvalidArgument(
             f"config: got tiles and stages that take {shared} bytes of shared memory for {instance.dim_k} and "
             f"{instance.dim_v} elements a head, accepted are {limit} on this device"
         )
-    plan.instance = InstanceStruct(*instance.numbers)
+    plan.instance = instance.struct
     macros = {} if run.generic else {"PAGEDKERN_INSTANCE": instance.macro}
     kernel = run.kernel("attention.cu", "attention", macros, device)
     run.launch(kernel, grid, instance.threads, shared, (batch, params, plan), arrays, device)
@@ -137,10 +137,10 @@ def _place(x: Tensor) -> tuple[int, int]:
     return (2, x.device.index) if x.is_cuda else (1, 0)
 
 
-def _copy_path(call: AttentionCall, config: CupyConfig, run: Launcher) -> str:
-    """How the caches' alignment lets tiles reach shared memory, at the best as the configuration wishes."""
+def _copy_path(call: AttentionCall, config: CupyConfig, run: Launcher, unit: int) -> str:
+    """How tiles reach shared memory: as the configuration wishes, as far as rows aligned to `unit` bytes allow."""
     k, v = call.k_cache, call.v_cache
-    if config.copy == "plain" or _unit(k) < 16 or _unit(v) < 16:
+    if config.copy == "plain" or unit < 16:
         return "plain"
     whole_rows = k.shape[3] * k.itemsize % 16 == v.shape[3] * v.itemsize % 16 == 0
     if config.copy == "async" or not whole_rows or run.capability(call.q.device) < 90:
@@ -162,7 +162,7 @@ def _unit(x: Tensor) -> int:
 
 
 def write_kv(call: WriteCall) -> None:
-    run, tensors = launcher(), (call.k, call.v, call.k_cache, call.v_cache)
+    run, tensors = current_launcher(), (call.k, call.v, call.k_cache, call.v_cache)
     num_tokens = len(call.slot_mapping)
     if not num_tokens:
         return
@@ -186,7 +186,7 @@ def write_kv(call: WriteCall) -> None:
 
 def copy_blocks(call: CopyCall) -> None:
     """One launch for all caches of equal layout, in groups of COPY_CACHES."""
-    run, pairs = launcher(), len(call.src_blocks)
+    run, pairs = current_launcher(), len(call.src_blocks)
     groups: dict[tuple[object, ...], list[Tensor]] = {}
     for cache in call.caches:
         if pairs and cache.numel():

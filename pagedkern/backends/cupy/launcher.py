@@ -54,7 +54,7 @@ class Launcher(Protocol):
 
 
 @cache
-def launcher() -> Launcher:
+def current_launcher() -> Launcher:
     """The one that this process uses."""
     named = os.environ.get("PAGEDKERN_CUPY_LAUNCHER")
     if not named:

@@ -152,7 +152,7 @@ def test_defaults_fit_small_gpus(limit: int) -> None:
                     chosen = config.default_config(problem)
                     for prefill in (False, True):
                         made = config.instance(config.model_of(problem), chosen, "async", prefill)
-                        assert made.shared_bytes() <= limit, (problem, made)
+                        assert made.shared_bytes <= limit, (problem, made)
                         assert made.tile % made.key_warps == 0
                         keys = made.tile // made.key_warps
                         assert keys in ((16, 32, 64) if made.tensor_cores else (8, 16, 32))

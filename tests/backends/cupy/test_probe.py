@@ -1,0 +1,73 @@
+"""What the backend says where something is missing. Without the emulation's launcher, as a user's process would be."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from pagedkern.backends.base import Probe, Problem
+from pagedkern.backends.cupy import CupyBackend
+from pagedkern.backends.cupy.launcher import CupyLauncher
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch) -> CupyBackend:
+    """The backend with its own launcher."""
+    monkeypatch.setattr("pagedkern.backends.cupy.current_launcher", CupyLauncher)
+    return CupyBackend()
+
+
+def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "pagedkern.backends.cupy.launcher.find_spec", lambda name: None if name == package else find(name)
+    )
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0), cuda: str = "12.8") -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+
+def test_without_a_gpu(real: CupyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert real.probe() == Probe(False, "this torch was built without CUDA")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert real.probe() == Probe(False, "torch finds no CUDA device")
+
+
+def test_without_cupy(real: CupyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch)
+    without(monkeypatch, "cupy")
+    assert real.probe() == Probe(False, "no module named 'cupy': pip install 'pagedkern[cuda12]'")
+    gpu(monkeypatch, cuda="13.0")
+    assert real.probe() == Probe(False, "no module named 'cupy': pip install 'pagedkern[cuda13]'")
+
+
+def test_without_torch(real: CupyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "torch")
+    assert "pip install 'pagedkern[cuda12]'" in real.probe().reason
+
+
+def test_with_a_gpu(real: CupyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch)
+    pytest.importorskip("cupy", reason="no module named 'cupy': pip install 'pagedkern[cuda12]'")
+    assert real.probe() == Probe(True, "a GPU, kernels compiled by NVRTC through CuPy")
+    gpu(monkeypatch, capability=(7, 5))
+    assert not real.probe().available
+    assert "8.0" in real.probe().reason
+
+
+def test_what_is_not_supported(real: CupyBackend) -> None:
+    problem = Problem("cuda", "float16", "float16", 8, 8, 64, 64, 5, 1, 1, 1, 64)
+    assert real.supports(problem) is None
+    for change in ({"device": "cpu"}, {"head_dim": 264}, {"head_dim_v": 20}, {"q_dtype": "float64"}, {"kv_dtype": "x"}):
+        fields = {name: getattr(problem, name) for name in Problem.__dataclass_fields__} | change
+        reason = real.supports(Problem(**fields))
+        assert reason is not None
+        assert str(next(iter(change.values()))) in reason
