@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from pagedkern.backends.base import ITEMSIZE, Config, Problem
 from pagedkern.errors import InvalidArgument
@@ -81,9 +82,9 @@ def operand(problem: Problem) -> str:
 def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfig:
     """By head_dim, dtype, group and compute capability.
 
-    - `tile`: 32 KiB of K and V, but no more than 8192 numbers of either, which is what registers bear where they must be
-      converted; 16 to 128 keys. `stages` keep 48 KiB or more in flight where shared memory is 163 KiB or more, else one
-      tile: a multiprocessor of an H100 needs some 20 KiB in flight to be busy (bandwidth times latency).
+    - `tile`: 32 KiB of K and V, but no more than 8192 numbers of either, which is what registers bear where they must
+      be converted; 16 to 128 keys. `stages` keep 48 KiB or more in flight where shared memory is 163 KiB or more,
+      else one tile: a multiprocessor of an H100 needs some 20 KiB in flight (bandwidth times latency).
     - `span`: so long that the partial results of a span are 1/32 of its K and V or less, from 256 to 2048 keys.
     - `rows`: the group, in tiles of 16 to 64 rows for the tensor cores; of 4 at most for float32, which runs without
       them.
@@ -135,7 +136,7 @@ def configs(problem: Problem, capability: tuple[int, int]) -> Iterator[TritonCon
             yield config
 
 
-def _decode_changes(base: TritonConfig) -> Iterator[dict[str, int]]:
+def _decode_changes(base: TritonConfig) -> Iterator[dict[str, Any]]:
     yield {}
     for tile in (base.tile // 2, base.tile, base.tile * 2):
         for stages in (2, 3, 4):
@@ -150,7 +151,7 @@ def _decode_changes(base: TritonConfig) -> Iterator[dict[str, int]]:
     yield {"rows": base.rows * 2}
 
 
-def _prefill_changes(base: TritonConfig) -> Iterator[dict[str, int]]:
+def _prefill_changes(base: TritonConfig) -> Iterator[dict[str, Any]]:
     yield {}
     for rows in (base.prefill_rows // 2, base.prefill_rows):
         for tile in (base.prefill_tile // 2, base.prefill_tile, base.prefill_tile * 2):

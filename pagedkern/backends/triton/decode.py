@@ -104,11 +104,12 @@ def split_kernel(
 
     i_row = i_tile * ROWS + tl.arange(0, ROWS)  # [M]
     o_head = i_head * GROUP + i_row % GROUP
-    if p_cu is not None:
+    if p_cu is not None:  # noqa: SIM102  (known when compiled, unlike the next)
         if i_seq == num_seqs:
+            i_spare = i_split * row_tiles * ROWS + i_row
             blank_rows(
-                tl.load(p_cu + num_seqs), num_tokens, i_split * row_tiles * ROWS + i_row, splits * row_tiles * ROWS, i_head,
-                p_out, p_lse, p_sinks, out_row, out_head, KV_HEADS, GROUP, E, EP, ALIGN_OUT,
+                tl.load(p_cu + num_seqs), num_tokens, i_spare, splits * row_tiles * ROWS, i_head, p_out, p_lse, p_sinks,
+                out_row, out_head, KV_HEADS, GROUP, E, EP, ALIGN_OUT,
             )  # fmt: skip
             return
     first_row, num_queries = query_rows(p_cu, i_seq)
@@ -137,8 +138,8 @@ def split_kernel(
         b_q, b_q1, seq_len - num_queries + i_query, first_position, last_position, seq_len, first_span * SPAN_TILES,
         i_split,
         p_k + tl.multiple_of(i_head * k_head, ALIGN_K), p_v + tl.multiple_of(i_head * v_head, ALIGN_V),
-        p_table + i_seq * table_row, k_block, k_token, v_block, v_token, scale, softcap, b_slope, window, D, E, EP, TILE, SPLITS, SPAN_TILES, BLOCK_SIZE, ALIGN_K, ALIGN_V, CAUSAL,
-        RAGGED, KIND, NATIVE_FP8, PRECISION, STAGES,
+        p_table + i_seq * table_row, k_block, k_token, v_block, v_token, scale, softcap, b_slope, window, D, E, EP,
+        TILE, SPLITS, SPAN_TILES, BLOCK_SIZE, ALIGN_K, ALIGN_V, CAUSAL, RAGGED, KIND, NATIVE_FP8, PRECISION, STAGES,
     )  # fmt: skip
     if p_v_scale is not None:
         b_acc *= tl.load(p_v_scale + i_head)
@@ -215,7 +216,7 @@ def merge_kernel(
     first_row, num_queries = query_rows(p_cu, i_seq)
     if num_queries > max_queries or i_query >= num_queries:
         return
-    first_span, num_spans = used_spans(tl.load(p_lens + i_seq), num_queries, window, SPAN)
+    _, num_spans = used_spans(tl.load(p_lens + i_seq), num_queries, window, SPAN)
     if num_spans <= 1:
         return
 

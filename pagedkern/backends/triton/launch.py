@@ -1,7 +1,7 @@
 """From calls to kernels: arguments, grids and constants, and the same for compilation ahead of time.
 
-Nothing here reads the device. Workspaces come from torch's allocator, which keeps freed memory for each device and stream
-by itself, and gives a graph that is being captured memory of the graph's own pool.
+Nothing here reads the device. Workspaces come from torch's allocator, which keeps freed memory for each device and
+stream by itself, and gives a graph that is being captured memory of the graph's own pool.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def prefill_kernel(
     b_acc, b_top, b_sum = attend(
         b_q, b_q1, seq_len - num_queries + i_query, first_position, last_position, seq_len, first_tile, 0,
         p_k + tl.multiple_of(i_head * k_head, ALIGN_K), p_v + tl.multiple_of(i_head * v_head, ALIGN_V),
-        p_table + i_seq * table_row, k_block, k_token, v_block, v_token, scale, softcap, b_slope, window, D, E, EP, TILE, 1, 1, BLOCK_SIZE, ALIGN_K, ALIGN_V, CAUSAL, True, KIND,
-        NATIVE_FP8, PRECISION, STAGES,
+        p_table + i_seq * table_row, k_block, k_token, v_block, v_token, scale, softcap, b_slope, window, D, E, EP,
+        TILE, 1, 1, BLOCK_SIZE, ALIGN_K, ALIGN_V, CAUSAL, True, KIND, NATIVE_FP8, PRECISION, STAGES,
     )  # fmt: skip
     if p_v_scale is not None:
         b_acc *= tl.load(p_v_scale + i_head)

@@ -29,8 +29,8 @@ def narrow(b_x, b_scale, KIND: tl.constexpr, TO: tl.constexpr):
 
 @triton.jit
 def float8(b_y, LARGEST: tl.constexpr, CUT: tl.constexpr, BIAS: tl.constexpr, NORMAL: tl.constexpr, UNIT: tl.constexpr):
-    """float32 to the bits of a float8: CUT bits of mantissa less, exponents BIAS less, NORMAL the smallest normal number,
-    UNIT a power of two whose last place in float32 is that of the subnormal codes. NaN is 0x7F."""
+    """float32 to the bits of a float8: CUT bits of mantissa less, exponents BIAS less, NORMAL the smallest normal
+    number, UNIT a power of two whose last place in float32 is that of the subnormal codes. NaN is 0x7F."""
     b_bits = b_y.to(tl.int32, bitcast=True)
     b_abs = tl.minimum(tl.abs(b_y), LARGEST)
     b_up = b_abs.to(tl.int32, bitcast=True)

@@ -17,7 +17,7 @@ INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def widen(b_x, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr, TO: tl.constexpr):
-    """A tile as the cache stores it, in the dtype TO; codes of a quantized cache as the numbers they stand for, exactly.
+    """A tile as the cache stores it, in the dtype TO; codes of a quantized cache as the numbers they stand for.
 
     KIND is "int8", "float8_e4m3fn" (loaded as uint8), "float8_e5m2" (loaded as uint8) or "" for a float cache. Only
     compute capability 8.9 and later convert float8_e4m3fn by themselves (NATIVE_FP8); everywhere else its bits are put
@@ -34,11 +34,11 @@ def widen(b_x, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr, TO: tl.constexpr):
         b_x = (b_x.to(tl.int16) << 8).to(tl.float16, bitcast=True)
     elif KIND == "int8":  # as the last bits of 1024 + 128 + x or 2^23 + 128 + x: faster than converting integers
         b_code = b_x.to(tl.uint8, bitcast=True) ^ 0x80
-        if TO == tl.float16:
+        if tl.float16 == TO:
             b_x = (b_code.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
         else:
             b_x = (b_code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
-    if KIND != "" and TO == tl.bfloat16:
+    if KIND != "" and tl.bfloat16 == TO:
         b_x = b_x.to(tl.float32)
     return b_x.to(TO)
 

@@ -1,13 +1,13 @@
 """The walk of a tile of query rows over its keys: which tiles it visits, and in which order.
 
-Tiles of N keys stand side by side from some first one on. SPAN_TILES of them make a span, and split i of SPLITS takes the
-spans i, i + SPLITS, i + 2 SPLITS ... Tiles that every row sees whole come first, without masks and with several tiles in
-flight; then those at the edges of the window, of the causal line and of the sequence. Tiles that no row sees are never
-visited.
+Tiles of N keys stand side by side from some first one on. SPAN_TILES of them make a span, and split i of SPLITS takes
+the spans i, i + SPLITS, i + 2 SPLITS ... Tiles that every row sees whole come first, without masks and with several
+tiles in flight; then those at the edges of the window, of the causal line and of the sequence. Tiles that no row sees
+are never visited.
 
-Where rows see different tokens, a row must not be touched by what only others see, not even by 0 * NaN. At the edges V is
-therefore taken with its NaN and Inf replaced by 0; if there were any, what they add up to for the rows that do see them is
-found afterwards.
+Where rows see different tokens, a row must not be touched by what only others see, not even by 0 * NaN. At the edges V
+is therefore taken with its NaN and Inf replaced by 0; if there were any, what they add up to for the rows that do see
+them is found afterwards.
 """
 
 import triton
@@ -130,7 +130,7 @@ def attend(
             b_v = tl.where(m_wild, 0.0, b_v).to(b_q.dtype)
         b_acc = tl.dot(b_p.to(b_q.dtype), b_v, b_acc, input_precision=PRECISION)
 
-    if RAGGED and KIND != "int8":
+    if RAGGED and KIND != "int8":  # noqa: SIM102  (known when compiled, unlike the next)
         if num_wild > 0:
             b_codes = tl.zeros([b_q.shape[0], EP], tl.float32)
             for edge in tl.range(0, num_edges, num_stages=1):
