@@ -22,9 +22,17 @@ def set_up() -> None:
         os.environ.setdefault("PAGEDKERN_CUPY_LAUNCHER", "tests.emulation.cuda_host.launcher:HostLauncher")
         if os.environ["TRITON_INTERPRET"] == "1":
             after_import("triton", _mend_triton)
+        if os.environ["NUMBA_ENABLE_CUDASIM"] == "1":
+            after_import("numba.cuda", _extend_numba)
 
 
 def _mend_triton() -> None:
     from tests.emulation import triton_interpreter
 
     triton_interpreter.apply()
+
+
+def _extend_numba() -> None:
+    from tests.emulation import numba_simulator
+
+    numba_simulator.apply()

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def after_import(package: str, action: Callable[[], None]) -> None:
-    """Call `action()` when the top-level package has been imported: now, if it already is."""
+    """Call `action()` when the package has been imported: now, if it already is."""
     if package in sys.modules:
         action()
     else:

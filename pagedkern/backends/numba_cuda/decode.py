@@ -21,7 +21,7 @@ def decode_kernel(c: Constants) -> Callable[..., None]:
     """Attention of one tile of query rows over one split of the keys, as a partial result.
 
     Grid: (sequence * tiles + tile, split, KV head). Of sequences with at most `decode_tokens` query tokens it writes
-    acc to `partial` float32 [S * tiles, G, P, M, E] and (top, total) to `state` float32 [S * tiles, G, P, M, 2].
+    acc to `sums` float32 [S * tiles, G, P, M, E] and (top, total) to `state` float32 [S * tiles, G, P, M, 2].
     """
     steps = tile_steps(c)
     stage_queries, attend, collect, ACC = steps.stage_queries, steps.attend, steps.collect, steps.acc_size
@@ -33,7 +33,7 @@ def decode_kernel(c: Constants) -> Callable[..., None]:
 
     def decode(
         q, q_token, q_head, k, k_block, k_slot, k_head, v, v_block, v_slot, v_head, table, table_row, seq_lens, starts,
-        k_scale, slopes, scale, softcap, window, tiles, partial, state,
+        k_scale, slopes, scale, softcap, window, tiles, sums, state,
     ):  # fmt: skip
         q_tile = cuda.shared.array(Q_SIZE, float32, alignment=16)
         p = cuda.shared.array(P_SIZE, float32, alignment=16)
@@ -79,7 +79,7 @@ def decode_kernel(c: Constants) -> Callable[..., None]:
 
         place = (int64(cuda.blockIdx.x) * cuda.gridDim.z + kv_head) * cuda.gridDim.y + split
         for i in range(cuda.threadIdx.x, M * E, T):
-            partial[place * (M * E) + i] = q_tile[i // E * Q_STRIDE + i % E]
+            sums[place * (M * E) + i] = q_tile[i // E * Q_STRIDE + i % E]
         for row in range(cuda.threadIdx.x, M, T):
             state[(place * M + row) * 2] = top[row]
             state[(place * M + row) * 2 + 1] = total[row]
@@ -97,7 +97,7 @@ def merge_kernel(c: Constants) -> Callable[..., None]:
     DECODE_TOKENS = c.decode_tokens
 
     @inlined
-    def merge_element(place, splits, row, e, partial, state):
+    def merge_element(place, splits, row, e, sums, state):
         """top, total and element e of acc of one row over all splits. A split with total 0 has seen nothing."""
         top = float32(-INF)
         for split in range(splits):
@@ -111,11 +111,11 @@ def merge_kernel(c: Constants) -> Callable[..., None]:
             if state[at + 1] != 0:
                 weight = math.exp(state[at] - shift)
                 total += state[at + 1] * weight
-                x += partial[((place + split) * M + row) * E + e] * weight
+                x += sums[((place + split) * M + row) * E + e] * weight
         return top, total, x
 
     def merge(
-        partial, state, splits, tiles, num_seqs, num_tokens, starts, v_scale, sinks,
+        sums, state, splits, tiles, num_seqs, num_tokens, starts, v_scale, sinks,
         out, out_token, out_head, lse, lse_token, lse_head,
     ):  # fmt: skip
         sequence, first_row = int64(cuda.blockIdx.x) // tiles, int64(cuda.blockIdx.x) % tiles * M
@@ -140,7 +140,7 @@ def merge_kernel(c: Constants) -> Callable[..., None]:
             unit = v_scale[kv_head]
         for i in range(cuda.threadIdx.x, rows * E, T):
             row, e = i // E, i % E
-            top, total, x = merge_element(place, splits, row, e, partial, state)
+            top, total, x = merge_element(place, splits, row, e, sums, state)
             token, head = first_token + (first_row + row) // GROUP, kv_head * GROUP + (first_row + row) % GROUP
             finish_row(top, total, x, token, head, e, unit, sinks, out, out_token, out_head, lse, lse_token, lse_head)
 

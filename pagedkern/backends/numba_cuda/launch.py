@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -89,9 +89,8 @@ def write_kernel(
 
 
 @cache
-def copy_kernels(vector: int, device: int) -> tuple[Any, Any]:
-    gather, scatter = (_compiled(copy_signature(), THREADS)(each) for each in store.copy_kernels(vector, THREADS))
-    return gather, scatter
+def copy_kernel(number: int, vector: int, device: int) -> Any:
+    return _compiled(copy_signature(), THREADS)(store.copy_kernels(vector, THREADS)[number])
 
 
 def _compiled(signature: Any, threads: int) -> Any:
@@ -148,23 +147,22 @@ def attention(call: AttentionCall, config: NumbaCudaConfig) -> None:
     longest = min(call.max_seqlen_q, c.decode_tokens)
     tiles = max(1, -(-longest * group // c.rows))
     splits = min(c.splits, max(1, -(-table.shape[1] * c.block_size // c.span)))
-    partial = torch.empty(
-        num_seqs * tiles * kv_heads * splits * c.rows, c.head_dim_v, dtype=torch.float32, device=q.device
-    )
-    state = torch.empty(num_seqs * tiles * kv_heads * splits * c.rows, 2, dtype=torch.float32, device=q.device)
+    places = num_seqs * tiles * kv_heads * splits * c.rows
+    sums = torch.empty(places, c.head_dim_v, dtype=torch.float32, device=q.device)
+    state = torch.empty(places, 2, dtype=torch.float32, device=q.device)
     if num_seqs:
         _launch(
-            lambda: attention_kernel("decode", c, device), (num_seqs * tiles, splits, kv_heads), c.threads, q.device,
-            *inputs, tiles, partial, state,
+            partial(attention_kernel, "decode", c, device), (num_seqs * tiles, splits, kv_heads), c.threads, q.device,
+            *inputs, tiles, sums, state,
         )  # fmt: skip
     _launch(
-        lambda: attention_kernel("merge", c, device), (num_seqs * tiles + 1, kv_heads), c.threads, q.device,
-        partial, state, splits, tiles, num_seqs, num_tokens, starts, v_scale, sinks, *results,
+        partial(attention_kernel, "merge", c, device), (num_seqs * tiles + 1, kv_heads), c.threads, q.device,
+        sums, state, splits, tiles, num_seqs, num_tokens, starts, v_scale, sinks, *results,
     )  # fmt: skip
     if call.max_seqlen_q > c.decode_tokens and num_seqs:
         grid = (-(-num_tokens * group // wide.rows) + num_seqs, kv_heads)
         _launch(
-            lambda: attention_kernel("prefill", wide, device), grid, wide.threads, q.device,
+            partial(attention_kernel, "prefill", wide, device), grid, wide.threads, q.device,
             *inputs, num_seqs, v_scale, sinks, *results,
         )  # fmt: skip
 
@@ -213,7 +211,7 @@ def write_kv(call: WriteCall) -> None:
     k_scale, v_scale = (x if x is None else x.contiguous() for x in (call.k_scale, call.v_scale))
     device, dims = k.device.index or 0, (k.shape[2], v.shape[2])
     _launch(
-        lambda: write_kernel(_name(k.dtype), _name(k_cache.dtype), dims, vectors, k_cache.shape[1], device),
+        partial(write_kernel, _name(k.dtype), _name(k_cache.dtype), dims, vectors, k_cache.shape[1], device),
         (tokens,), THREADS, k.device,
         call.slot_mapping.contiguous(), k.shape[1], k, *k.stride()[:2], v, *v.stride()[:2],
         k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3], k_scale, v_scale,
@@ -242,7 +240,7 @@ def copy_blocks(call: CopyCall) -> None:
             pointers = tuple(some + some[:1] * (store.CACHES - len(some)))
             for number in range(2):
                 _launch(
-                    lambda n=number, v=vector: copy_kernels(v, src.device.index or 0)[n], grid, THREADS, src.device,
+                    partial(copy_kernel, number, vector, src.device.index or 0), grid, THREADS, src.device,
                     pointers, block_stride, shape, strides, size, src, dst, pairs, staged,
                 )  # fmt: skip
 

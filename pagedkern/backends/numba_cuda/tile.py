@@ -134,8 +134,9 @@ def tile_steps(c: Constants) -> Steps:
     def score(p, q_tile, k_tile, rows):
         """p = Q K' for the first `rows` of M rows.
 
-        Each thread computes ROWS x KEYS products in registers, CHUNK elements of D at a time. The keys of a thread are KEY_THREADS apart, so that neighbouring threads read neighbouring rows of the tile,
-        whose stride spreads them over the banks of shared memory; the query is the same for all of them.
+        Each thread computes ROWS x KEYS products in registers, CHUNK elements of D at a time. Its keys are KEY_THREADS
+        apart, so that neighbouring threads read neighbouring rows of the tile, whose stride spreads them over the banks
+        of shared memory; the query is the same for all of them.
         """
         sums = cuda.local.array(SCORES, float32)
         x = cuda.local.array(CHUNK, float32)
@@ -327,9 +328,7 @@ def finish_rows(c: Constants) -> Callable[..., Any]:
     SINKS, LSE, narrow = c.sinks, c.lse, FORMATS[c.q_dtype].narrow
 
     @inlined
-    def finish_row(
-        top, total, x, token, head, e, unit, sinks, out, out_token, out_head, lse, lse_token, lse_head
-    ):
+    def finish_row(top, total, x, token, head, e, unit, sinks, out, out_token, out_head, lse, lse_token, lse_head):
         """Element e of a row: x / total into out, times `unit`; with element 0 also lse. The sink joins here.
 
         A row that has seen nothing has total 0: out is 0 and lse is -inf, or the sink.
