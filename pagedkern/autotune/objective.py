@@ -88,7 +88,7 @@ def _score(traffic: Traffic, model: Model, rates: Rates, num_blocks: int, b: int
     context = sum(_sum_reads(model, r) for r in requests) / (count * output)
     attention = rates.attention_seconds(model, b, n * decoding * context)
     step = rates.weights_seconds(model) + n * decoding * rates.token_seconds(model) + attention
-    cached = [held.cached(r, residents) for r in requests]
+    cached = held.cached(requests, residents)
     prefill = 0.0
     for r, hit in zip(requests, cached, strict=True):
         prefill += (r.prompt - hit) * rates.token_seconds(model)
@@ -128,6 +128,7 @@ class _Held:
                 self._beyond.append((start, end, left / self._steps))
                 start = end
             left -= weight
+        self._shared = sum((end - start) * share for start, end, share in self._beyond)  # counted in each request
 
     def residents(self, num_blocks: int) -> tuple[float, float]:
         """Requests that fit, and blocks that each adds: the root of G * u + shared(G) = room, by bisection."""
@@ -150,26 +151,23 @@ class _Held:
         short = exp(-WATERMARK * num_blocks / growth) * growth / room * (1 - exp(-room / growth))
         return short * self._newcomer
 
-    def cached(self, request: Request, residents: float) -> float:
-        """Tokens of the beginning of a prompt that are in the cache when it comes, at most all but one.
+    def cached(self, requests: Sequence[Request], residents: float) -> list[float]:
+        """Tokens of the beginning of each prompt that are in the cache when it comes, at most all but one.
 
         Block j of a family is there if another resident of the family reaches so far. Residents of a family are
         Poisson: `G / families` of them on average, of which a share reaches block j.
         """
-        per_family = residents / self._traffic.families
-        last = request.shared // self._b
-        hit = sum(
-            (min(end, last) - start) * (1 - exp(-per_family * share))
-            for start, end, share in self._beyond
-            if start < last
-        )
-        return min(hit * self._b, request.prompt - 1)
+        per_family, hit = residents / self._traffic.families, 0.0
+        hits = {0: 0.0}  # by blocks of a shared beginning
+        for start, end, share in self._beyond:
+            hit += (end - start) * (1 - exp(-per_family * share))
+            hits[end] = hit * self._b
+        return [min(hits[r.shared // self._b], r.prompt - 1) for r in requests]
 
     def _total(self, residents: float) -> float:
         families = self._traffic.families
-        shared = sum((end - start) * share for start, end, share in self._beyond)  # in each request's own count
         union = sum((end - start) * (1 - exp(-residents / families * share)) for start, end, share in self._beyond)
-        return residents * (self._blocks - shared) + families * union
+        return residents * (self._blocks - self._shared) + families * union
 
 
 def _sample_blocks(n: int, b: int) -> Callable[[Request], float]:

@@ -8,8 +8,10 @@ good but for its last line.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +24,8 @@ from pagedkern.autotune.store import device as machine
 from pagedkern.errors import InvalidArgument
 
 FORMAT = 1
+
+logger = logging.getLogger("pagedkern.autotune")
 
 
 @dataclass(slots=True)
@@ -49,7 +53,8 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
     def begin(self, device: Mapping[str, str | int], when: str = "") -> None:
         now = when or datetime.now(UTC).isoformat(timespec="seconds")
@@ -81,8 +86,13 @@ class Journal:
     def _write(self, record: Mapping[str, object]) -> None:
         if self._file.closed:
             return
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:  # a full disk costs the records, not the run
+            logger.warning("%s: no more records are written: %s", self._file.name, error)
+            with suppress(OSError):
+                self._file.close()
 
 
 def code_of(space: Space) -> dict[str, object]:

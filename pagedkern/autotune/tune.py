@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -126,19 +127,18 @@ def tune(
         make_runner = workers.runner
     else:
         workers = None
-    try:
-        usable, run.unusable = spaces.usable_backends(device, list(order.backends))
-        planned = [spaces.candidates(w, order.block_sizes, usable) for w in order.workloads] if usable else []
-        logs, path = _logs(planned, journal, resume)
-        book = _open(path, run, planned, logs)
-        _measure(run, order, planned, logs, make_runner, tell)
-        if book is not None:
-            book.__exit__(None, None, None)
-    except KeyboardInterrupt:
-        run.interrupted = True
-    finally:
+    with ExitStack() as stack:
         if workers is not None:
-            workers.close()
+            stack.callback(workers.close)
+        try:
+            usable, run.unusable = spaces.usable_backends(device, list(order.backends))
+            planned = [spaces.candidates(w, order.block_sizes, usable) for w in order.workloads] if usable else []
+            logs = _logs(planned, journal, resume)
+            if journal is not None and planned:
+                _write_to(journal, run, planned, logs, stack)
+            _measure(run, order, planned, logs, make_runner, tell)
+        except KeyboardInterrupt:
+            run.interrupted = True
     _profile(run)
     return run
 
@@ -172,31 +172,25 @@ def _measure(
             sweep_lengths(space, runner, log, [pick.candidate for pick in picks.values()], say)
 
 
-def _logs(planned: Sequence[Space], journal: Path | None, resume: bool) -> tuple[list[Log], Path | None]:
+def _logs(planned: Sequence[Space], journal: Path | None, resume: bool) -> list[Log]:
     """Logs to begin with: those of the journal if it can be gone on with, else empty ones."""
     if journal is not None and resume and journal.exists():
-        code = [records.code_of(space) for space in planned]
-        taken = records.take_up(records.load(journal), planned, code)
+        taken = records.take_up(records.load(journal), planned, [records.code_of(space) for space in planned])
         if taken is not None:
-            for log in taken:
-                log.ended = ""
-            return taken, journal
-    return [Log() for _ in planned], journal
+            return taken
+    return [Log() for _ in planned]
 
 
-def _open(path: Path | None, run: Run, planned: Sequence[Space], logs: Sequence[Log]) -> records.Journal | None:
+def _write_to(path: Path, run: Run, planned: Sequence[Space], logs: Sequence[Log], stack: ExitStack) -> None:
     """Begin the journal with what is known. A place that cannot be written costs the records, not the run."""
-    if path is None or not planned:
-        return None
     try:
-        book = records.Journal(path)
+        book = stack.enter_context(records.Journal(path))
     except OSError:
-        return None
+        return
     run.records = path
     book.begin(run.device)
     for space, log in zip(planned, logs, strict=True):
         book.follow(space, log)
-    return book
 
 
 def _conclude(outcome: Outcome) -> None:

@@ -239,3 +239,16 @@ def test_a_journal_that_cannot_be_read_or_written(
     assert main([*tiny, "--backends", "reference", "--records", str(tmp_path), "--json"]) == 0  # a folder
     assert json.loads(capsys.readouterr().out)["records"] is None
     assert files.directory() == home
+
+
+def test_the_examples_of_the_page_work(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.toml").write_text(example)
+    traffic = workloads.load(tmp_path / "mine.toml")
+    assert (traffic.name, traffic.families, traffic.prefix) == ("mine", 16, 400)
+    assert all(request.shared >= 400 for request in traffic.draw(100))
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(code, "docs/tuning.md", "exec"), {})
+    for name in COMMANDS:
+        assert f"`{name}`" in page

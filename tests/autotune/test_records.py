@@ -257,3 +257,18 @@ def test_a_shipped_profile_is_distilled_from_its_records(path: Path) -> None:
 def test_every_machine_with_records_has_a_profile() -> None:
     sources = {path.stem for path in (ROOT / "autotune" / "records").glob("*.jsonl")}
     assert sources == {path.stem for path in SHIPPED}
+
+
+def test_a_full_disk_costs_the_records_not_the_run(
+    recorded: Recorded, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full on this system")
+    log, runner = Log(), Replayed(recorded.spaces[0], recorded.logs[0])
+    with Journal(Path("/dev/full")) as journal:
+        journal.begin(recorded.device)
+        journal.follow(recorded.spaces[0], log, recorded.code[0])
+        search(recorded.spaces[0], runner, log, 5.0, clock=runner.clock)
+    assert len(log.finals) >= 5
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "no more records are written" in caplog.text

@@ -51,7 +51,7 @@ def add_serving(add: Add, several: bool = False) -> None:
     shape = "heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9"
     known = ", ".join(workloads.model_names())
     add("--model", type=model, metavar="NAME", help=f"{known}, or a shape as {shape} (default llama-3-8b)")
-    add("--memory", type=memory, metavar="BYTES", help="of the KV cache, such as 24GB (default: half of what is free)")
+    add("--memory", type=memory, metavar="BYTES", help="of the KV cache, such as 24GB (default: by what is free)")
 
 
 def add_json(add: Add, what: str = "a JSON document instead of tables") -> None:

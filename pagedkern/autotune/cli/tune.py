@@ -124,7 +124,8 @@ def _tune(given: argparse.Namespace, problems: list[Workload], model: Model, out
         except WorkerFailed as failure:
             err.print(f"{failure}", style="bold red", highlight=False, markup=False)
             return 1
-    serve(done, given.workload or [workloads.load(name) for name in workloads.names()], model, _memory(given, model))
+    traffics = given.workload or [workloads.load(name) for name in workloads.names()]
+    serve(done, traffics, model, given.memory or _memory(model, problems[0].device))
     if given.json:
         options.write_json(document.document(done))
     else:
@@ -150,9 +151,10 @@ def _journal(order: Order) -> Path | None:
     return home / "runs" / f"{device}-{digest}.jsonl"
 
 
-def _memory(given: argparse.Namespace, model: Model) -> int:
-    device = given.device or "cpu"
-    return given.memory or max(machine.free_memory(device) // 2, 16 * model.token_bytes)
+def _memory(model: Model, device: str) -> int:
+    """What a cache may take when nobody says: beside the weights on a GPU, half of what is free on a CPU."""
+    free = machine.free_memory(device)
+    return max(free // 2 if device == "cpu" else free * 9 // 10 - model.weight_bytes, 16 * model.token_bytes)
 
 
 def _model(parser: argparse.ArgumentParser, given: argparse.Namespace, device: str) -> Model:
