@@ -30,6 +30,7 @@ import dataclasses
 import inspect
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -207,6 +208,10 @@ def _undefined(dtype: tl.dtype) -> Any:
 # Launches
 
 
+_one_launch = threading.RLock()
+"""Held during a launch: the interpreter's state and the replaced language belong to the process."""
+
+
 def _run(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
     """Run every program of a launch. Options that are no parameters of the kernel (num_warps ...) change nothing."""
     if warmup:
@@ -219,7 +224,7 @@ def _run(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **optio
     given = inspect.getcallargs(kernel, *args, **named)
     tensors = dict(_tensors(given))
     builder = original.interpreter_builder
-    with _language(), np.errstate(all="ignore"):
+    with _one_launch, _language(), np.errstate(all="ignore"):
         call = {name: _argument(value, parameters[name]) for name, value in given.items()}
         sizes = grid(call) if callable(grid) else grid
         sizes = tuple(int(size) for size in sizes) + (1,) * (3 - len(sizes))
