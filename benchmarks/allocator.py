@@ -194,8 +194,9 @@ def main() -> None:
         head = (
             "# Allocator: medians, one pinned core\n\n"
             f"Written by `python benchmarks/allocator.py --write`, {options.rounds} rounds in turn, Python "
-            f"{platform.python_version()}, {platform.machine()}. Times depend on the machine and on what else it does: "
-            "the ratios are what counts.\n\n"
+            f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores with {os.getloadavg()[1]:.0f} "
+            "processes waiting for them (load average). Times depend on that and on the machine: the ratios are what "
+            "counts.\n\n"
         )
         (HERE / "results").mkdir(exist_ok=True)
         (HERE / "results" / "allocator.md").write_text(head + text + "\n")
