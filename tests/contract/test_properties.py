@@ -14,14 +14,14 @@ from tests.contract.cache_checks import check_copy, check_write
 from tests.contract.checks import check_batch_invariant, check_exact, check_no_leak, check_placement, check_whole
 from tests.contract.problems import Spec, build, contents
 from tests.contract.strategies import shortened, small_specs, specs
-from tests.contract.targets import Refused, Result, Target
+from tests.contract.targets import SAMPLED, Refused, Result, Target
 from tests.contract.test_small_ops import scales_of
 
 FEWER = settings(max_examples=max(10, settings().max_examples // 3))
 
 
 def fitted(target: Target, spec: Spec) -> Spec:
-    return shortened(spec) if target.slow else spec
+    return shortened(spec) if target.emulated and target.name in SAMPLED else spec
 
 
 @given(spec=specs())
