@@ -122,7 +122,9 @@ def run_with_fault(operation: Callable[[], object], number: int) -> bool:
 def test_every_operation_is_among_them() -> None:
     wrapped = {name for name, method in vars(BlockAllocator).items() if hasattr(method, "__wrapped__")}
     assert len(wrapped) > 12
-    assert wrapped - {"transaction", "restore"} <= {name for call in OPERATIONS.values() for name in call.__code__.co_names}
+    assert wrapped - {"transaction", "restore"} <= {
+        name for call in OPERATIONS.values() for name in call.__code__.co_names
+    }
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
