@@ -23,14 +23,14 @@ class Usage:
     """Static counts: instructions of the kernel's code, not how often they run."""
 
     registers: int  # of a thread
-    local_bytes: int  # of a thread: spilled registers and arrays that did not fit into registers
-    local_accesses: int  # instructions that load or store them
+    local_bytes: int  # of a thread's stack: spilled registers, arrays, and now and then reserved for nothing
+    local_accesses: int  # instructions that load or store there
     loads: dict[int, int]  # loads from global memory: bytes of one -> instructions
     tensor_core: dict[str, int]  # instructions of the tensor cores -> how many
 
     @property
     def spills(self) -> bool:
-        return self.local_bytes > 0 or self.local_accesses > 0
+        return self.local_accesses > 0
 
     @property
     def wide_loads(self) -> int:

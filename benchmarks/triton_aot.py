@@ -69,8 +69,8 @@ class Compiled:
     warps: int
     stages: int
     registers: int  # of a thread
-    local_bytes: int  # of a thread; more than 0: spills
-    local_accesses: int
+    local_bytes: int  # of a thread's stack
+    local_accesses: int  # instructions that load or store there: spills
     shared: int  # bytes of a block
     loads: dict[str, int]  # from global memory: bytes of one -> instructions
     tensor_core: dict[str, int]  # instruction -> how often

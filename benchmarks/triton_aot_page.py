@@ -66,7 +66,7 @@ def _table(compiled: list[Compiled]) -> str:
 
 def _field(compiled: list[Compiled]) -> str:
     parts = [f"{max(each.registers for each in compiled)} registers"]
-    spilled = max(each.local_bytes for each in compiled)
+    spilled = max(each.local_bytes if each.local_accesses else 0 for each in compiled)
     if spilled:
         parts.append(f"**{spilled} bytes spilled**")
     shared = max(each.shared for each in compiled)

@@ -106,7 +106,7 @@ def test_every_kernel_was_compiled(kernels: list[Compiled]) -> None:
 
 
 def test_nothing_is_spilled(kernels: list[Compiled]) -> None:
-    spilled = [each for each in kernels if each.local_bytes or each.local_accesses]
+    spilled = [each for each in kernels if each.local_accesses]
     assert not spilled, "\n".join(map(str, spilled))
 
 
