@@ -18,6 +18,7 @@ from pagedkern.errors import BackendUnavailable, InvalidArgument
 _LOCATIONS = {  # name: "module:class", in the order in which backend="auto" prefers them when nothing was tuned
     "triton": "pagedkern.backends.triton:TritonBackend",
     "cupy": "pagedkern.backends.cupy:CupyBackend",
+    "numba_cuda": "pagedkern.backends.numba_cuda:NumbaCudaBackend",
     "cpu": "pagedkern.backends.cpu:CpuBackend",
     "reference": "pagedkern.backends.reference:ReferenceBackend",
 }

@@ -37,7 +37,7 @@ MAY_REFUSE: dict[str, Callable[[Problem], bool]] = {
 }
 
 
-SAMPLED: dict[str, int] = {"triton": 4, "numba_cuda": 8}
+SAMPLED: dict[str, int] = {"triton": 4, "numba_cuda": 16}
 """Backends so slow under emulation that only every n-th case of each test runs, the first and the last among them; the
 cases of `test_cases.py` all run. CONTRACT=full runs everything everywhere."""
 

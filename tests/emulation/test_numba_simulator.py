@@ -106,7 +106,7 @@ def test_a_reduction_over_a_warp() -> None:
         lambda t: cuda.shfl_xor_sync(0xFF, t, 1),  # most lanes are not in the mask they give
         lambda t: cuda.shfl_xor_sync(ALL, t, 1) if t < 31 else 0,  # one lane of the mask does not come
         lambda t: cuda.shfl_sync(0xFFFF, t, 20) if t < 16 else 0,  # read from a lane that takes no part
-        lambda t: cuda.shfl_sync(ALL, t, 0) if t < 16 else cuda.shfl_sync(ALL, t, 0),  # the same, but elsewhere
+        lambda t: cuda.shfl_sync(ALL, t, 0) if t < 16 else cuda.shfl_sync(ALL, t, 0),  # noqa: RUF034
         lambda t: cuda.syncwarp() if t != 3 else 0,
     ],
 )
