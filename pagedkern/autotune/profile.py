@@ -111,6 +111,7 @@ class Profile:
     code: Mapping[str, object]  # for each backend: see `store.device.code`
     when: str
     measured: str  # the problems, in words
+    load: float | None = None  # of the machine when it was measured
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
@@ -130,6 +131,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
         "code": dict(profile.code),
         "when": profile.when,
         "measured": profile.measured,
+        "load": profile.load,
     }
 
 
@@ -158,8 +160,9 @@ def from_json(document: Mapping[str, Any]) -> Profile:
     if not isinstance(device, dict) or not isinstance(code, dict) or not isinstance(device.get("type"), str):
         raise ValueError("no device or no code")
     read, compute, link = (_positive(document[name]) for name in ("read", "compute", "link"))
+    load = None if document["load"] is None else _positive(document["load"], zero=True)
     rates = Rates(read, compute, link, speeds)
-    return Profile(device, shape, rates, code, str(document["when"]), str(document["measured"]))
+    return Profile(device, shape, rates, code, str(document["when"]), str(document["measured"]), load)
 
 
 def distil(recorded: Recorded) -> dict[str, Any] | None:
@@ -173,7 +176,7 @@ def distil(recorded: Recorded) -> dict[str, Any] | None:
     workloads = [space.workload for space in recorded.spaces]
     code = {name: value for codes in recorded.code for name, value in codes.items()}
     measured = "; ".join(f"{w.kind}: {w}" for w in workloads)
-    profile = Profile(recorded.device, Shape.of(workloads[0]), rates, code, recorded.when, measured)
+    profile = Profile(recorded.device, Shape.of(workloads[0]), rates, code, recorded.when, measured, recorded.load)
     choices = []
     for space, log, verdict in zip(recorded.spaces, recorded.logs, verdicts, strict=True):
         for block_size, tuned in choices_of(space, log, verdict).items():

@@ -88,22 +88,26 @@ def find(model: Model, device: str) -> tuple[Profile | None, str, str]:
             return (
                 profile,
                 "tuned",
-                f"measured on {machine.describe(identity)}, {profile.when[:10]}: {profile.measured}",
+                f"measured on {machine.describe(identity)}{_busy(profile)}, {profile.when[:10]}: {profile.measured}",
             )
     nearest = min(here, key=lambda p: (p.shape.distance(shape), not fresh(p.code)), default=None)
     if nearest is not None:
         what = "with other kernels or libraries" if nearest.shape == shape else f"for another shape, {nearest.measured}"
-        return nearest, "tuned-nearest", f"measured on this machine {what}, {nearest.when[:10]}"
+        return nearest, "tuned-nearest", f"measured on this machine{_busy(nearest)} {what}, {nearest.when[:10]}"
     known = [p for _, document in stored.others() if (p := _parse(document)) and machine.likeness(identity, p.device)]
     alike = min(known, key=lambda p: (-machine.likeness(identity, p.device), p.shape.distance(shape)), default=None)
     if alike is not None:
-        where = machine.describe(alike.device)
+        where = f"{machine.describe(alike.device)}{_busy(alike)}"
         return alike, "tuned-nearest", f"not tuned here: measured on {where}, {alike.when[:10]}, {alike.measured}"
     return (
         None,
         "default",
         "not tuned: nothing was measured on this machine or one like it; run python -m pagedkern.autotune",
     )
+
+
+def _busy(profile: Profile) -> str:
+    return " (busy at that time)" if machine.is_busy(profile.load, profile.device.get("threads")) else ""
 
 
 def fresh(code: Mapping[str, object]) -> bool:

@@ -37,6 +37,7 @@ class Recorded:
     spaces: list[Space] = field(default_factory=list)
     logs: list[Log] = field(default_factory=list)
     code: list[Mapping[str, object]] = field(default_factory=list)  # for each problem, by backend: see `device.code`
+    load: float | None = None  # of the machine when the run began
 
 
 class Journal:
@@ -56,9 +57,10 @@ class Journal:
         with suppress(OSError):
             self._file.close()
 
-    def begin(self, device: Mapping[str, str | int], when: str = "") -> None:
+    def begin(self, device: Mapping[str, str | int], when: str = "", load: float | None = None) -> None:
         now = when or datetime.now(UTC).isoformat(timespec="seconds")
-        self._write({"record": "run", "format": FORMAT, "device": dict(device), "when": now})
+        load_ = machine.load() if load is None else load
+        self._write({"record": "run", "format": FORMAT, "device": dict(device), "when": now, "load": load_})
 
     def follow(self, space: Space, log: Log, code: Mapping[str, object] | None = None) -> None:
         """Write what a log holds, and from now on what is added to it."""
@@ -141,6 +143,7 @@ def load(path: Path) -> Recorded:
                 if record.get("record") != "run" or record.get("format") != FORMAT:
                     raise ValueError(f"not the records of a run, of format {FORMAT}")
                 found = Recorded(dict(record["device"]), str(record["when"]))
+                found.load = None if record["load"] is None else float(record["load"])
             else:
                 _add(found, record)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:

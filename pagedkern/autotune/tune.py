@@ -71,6 +71,7 @@ class Run:
     outcomes: list[Outcome] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)  # "backend: why it was not measured"
     interrupted: bool = False
+    load: float | None = field(default_factory=machine.load)  # of the machine when the run began
     profile: Profile | None = None  # what is known of the machine now
     served: list[Served] = field(default_factory=list)
     records: Path | None = None  # where the measurements are
@@ -215,7 +216,7 @@ def _profile(run: Run) -> None:
     code = {c.backend: machine.code(c.backend) for o in run.outcomes for c in o.space.candidates}
     now = datetime.now(UTC).isoformat(timespec="seconds")
     measured = "; ".join(f"{w.kind}: {w}" for w in workloads)
-    run.profile = Profile(run.device, Shape.of(workloads[0]), rates, code, now, measured)
+    run.profile = Profile(run.device, Shape.of(workloads[0]), rates, code, now, measured, run.load)
     try:
         stored.save_rates(profiles.to_json(run.profile), run.profile.shape.name())
     except OSError as error:

@@ -26,7 +26,7 @@ def recording(slowness: Slowness = usual, seed: int = 0, noise: float = 0.02, ro
     """An exhaustive run: every candidate in every round."""
     rng = random.Random(seed)
     decode, prefill = workloads("cpu", heads=(32, 8, 128), num_seqs=8, context=2003, prompt=509)
-    recorded = Recorded(DEVICE, "2026-01-01T00:00:00+00:00")
+    recorded = Recorded(DEVICE, "2026-01-01T00:00:00+00:00", load=0.0)
     for workload in (decode, prefill):
         space = _space(workload)
         at_best = workload.kv_bytes / 20e9 if workload.kind == "decode" else workload.flops / 200e9

@@ -202,6 +202,11 @@ def _conclusion(run: Run) -> Iterator[str]:
     if run.records is not None:
         yield "Every measurement is in (replay, report and export read it)"
         yield f"  {run.records}"
+    if machine.is_busy(run.load):
+        yield (
+            f"Others used this machine (load {run.load} on {machine.cpu_threads()} threads): measure again when it is "
+            "quiet. Comparisons are of runs in turn, and hold better than the times."
+        )
     if run.interrupted:
         yield "Interrupted: what is shown is the best so far."
 

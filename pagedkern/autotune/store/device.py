@@ -151,6 +151,20 @@ def last_level_cache(device: str) -> int:
     return max(sizes, default=0) or GUESSED_CACHE
 
 
+def load() -> float | None:
+    """Processes that want a core, a mean over the last minute; None where the system does not tell."""
+    try:
+        return round(os.getloadavg()[0], 1)
+    except OSError:
+        return None
+
+
+def is_busy(load_: float | None, threads: object = None) -> bool:
+    """Whether others had a machine of so many threads, None is this one: then times are theirs as well as ours."""
+    threads = threads if isinstance(threads, int) else cpu_threads()
+    return load_ is not None and load_ > 0.5 * threads
+
+
 def free_memory(device: str) -> int:
     """Bytes that can be allocated now."""
     if device != "cpu":
