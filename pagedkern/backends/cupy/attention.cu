@@ -1,10 +1,11 @@
 /* Paged attention. A block of threads serves one KV head of one sequence: a tile of query rows (its query tokens times
  * the query heads of the group, packed) against the keys of one split. Tiles of K and V stream through shared memory,
- * `stages` deep; each warp keeps a running softmax (arXiv:1805.02867) of its rows over its keys, and the warps that share
- * rows join theirs at the end. What a row's result depends on is its sequence and the instance, nothing else.
+ * `stages` deep; each warp keeps a running softmax (arXiv:1805.02867) of its rows over its keys, and the warps that
+ * share rows join theirs at the end. What a row's result depends on is its sequence and the instance, nothing else.
  *
  * Grid: x: decode [S * row_tiles], prefill [a bound of the row tiles of all sequences]; y: KV heads; z: splits.
- * Shared memory: mbarriers, q, stages, weights; at the end the warps' sums take its place. See instance.py. */
+ * Shared memory: mbarriers, q, stages, weights; at the end the warps' sums take the place of all but the
+ * barriers. See instance.py. */
 #include "fma.cuh"
 #include "mma.cuh"
 #include "softmax.cuh"
@@ -77,7 +78,8 @@ INLINE void write_padding(const pagedkern_batch &batch, const pagedkern_attentio
   for (long long row = batch.cu_seqlens_q[batch.num_seqs]; row < batch.num_tokens; row++) {
     for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
       const long long at = row * batch.out_stride_token + head * batch.out_stride_head;
-      for (int e = threadIdx.x; e < batch.head_dim_v; e += blockDim.x) store_element(batch.out, at + e, i.q_dtype, 0.0f);
+      for (int e = threadIdx.x; e < batch.head_dim_v; e += blockDim.x)
+        store_element(batch.out, at + e, i.q_dtype, 0.0f);
       if (batch.lse && threadIdx.x == 0)
         batch.lse[row * batch.lse_stride_token + head] = params.sinks ? params.sinks[head] : -infinity();
     }
@@ -133,8 +135,8 @@ template <class Core> struct WarpRows {
 
 /* Scores become weights, the running sums decay. keys: token of the warp's first key. */
 template <class Core>
-INLINE void soften(Core &core, WarpRows<Core> &rows, const pagedkern_attention_params &params, const Constants &i, int keys,
-                   bool masked) {
+INLINE void soften(Core &core, WarpRows<Core> &rows, const pagedkern_attention_params &params, const Constants &i,
+                   int keys, bool masked) {
 #pragma unroll
   for (int r = 0; r < core.rows(); r++) {
     float best = -infinity();
@@ -164,21 +166,23 @@ INLINE void soften(Core &core, WarpRows<Core> &rows, const pagedkern_attention_p
 
 /* The sums of all warps in shared memory, in which those that share rows are joined. */
 struct Sums {
-  float *acc;     /* [key_warps, rows, dim_v] */
+  float *acc;     /* [key_warps, rows, pitch] */
   float *state;   /* [key_warps, rows, 2] largest score, total weight */
   float *weight;  /* [key_warps, rows] */
   float *factor;  /* [rows] */
+  int pitch;      /* floats from row to row: dim_v, and what keeps a warp's rows in banks of their own */
 
-  INLINE Sums(const Constants &i, unsigned char *shared) {
+  INLINE Sums(const Constants &i, unsigned char *memory) {
     const int rows = i.rows * i.row_warps;
-    acc = (float *)shared;
-    state = acc + i.key_warps * rows * i.dim_v;
+    pitch = i.dim_v + (size_of(i.kv_dtype) == 1 ? 4 : 8);
+    acc = (float *)memory;
+    state = acc + i.key_warps * rows * pitch;
     weight = state + i.key_warps * rows * 2;
     factor = weight + i.key_warps * rows;
   }
 };
 
-/* Join a row's parts, one thread for each row, and write its lse, or its state if it is a part of a split row itself. */
+/* Join a row's parts, one thread for each row, and write its lse, or its state if the row is itself a part of a split. */
 INLINE void join_row(const pagedkern_batch &batch, const pagedkern_attention_params &params, const AttentionPlan &plan,
                      const Constants &i, const Work &work, const Sums &sums, int row, long long partial) {
   const int rows = i.rows * i.row_warps, packed = work.first_row + row;
@@ -204,12 +208,12 @@ INLINE void join_row(const pagedkern_batch &batch, const pagedkern_attention_par
 template <class Core>
 INLINE void write_results(const pagedkern_batch &batch, const pagedkern_attention_params &params,
                           const AttentionPlan &plan, const Constants &i, const Work &work, const Core &core,
-                          const WarpRows<Core> &warp_rows, unsigned char *shared) {
-  const Sums sums(i, shared);
+                          const WarpRows<Core> &warp_rows, unsigned char *memory) {
+  const Sums sums(i, memory);
   const int rows = i.rows * i.row_warps, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_warp = warp / i.key_warps, key_warp = warp % i.key_warps;
   __syncthreads(); /* nobody reads a tile any more */
-  core.store(sums.acc + (key_warp * rows + row_warp * i.rows) * i.dim_v);
+  core.store(sums.acc + (key_warp * rows + row_warp * i.rows) * sums.pitch, sums.pitch);
 #pragma unroll
   for (int r = 0; r < core.rows(); r++) {
     const float total = core.over_row_sum(warp_rows.total[r]);
@@ -222,8 +226,8 @@ INLINE void write_results(const pagedkern_batch &batch, const pagedkern_attentio
       const int packed = work.first_row + row;
       if (packed >= work.num_rows) break;
       const int token = work.token(packed), head = work.head(packed);
-      const long long partial =
-          (((long long)work.sequence * plan.partial_tokens + token) * batch.num_heads + head) * plan.splits + blockIdx.z;
+      const long long query = (long long)work.sequence * plan.partial_tokens + token;
+      const long long partial = (query * batch.num_heads + head) * plan.splits + blockIdx.z;
       if (!step) {
         join_row(batch, params, plan, i, work, sums, row, partial);
         continue;
@@ -231,7 +235,8 @@ INLINE void write_results(const pagedkern_batch &batch, const pagedkern_attentio
       const long long at = (work.q_start + token) * batch.out_stride_token + head * batch.out_stride_head;
       for (int e = lane; e < batch.head_dim_v; e += 32) {
         float x = 0.0f;
-        for (int w = 0; w < i.key_warps; w++) x += sums.weight[w * rows + row] * sums.acc[(w * rows + row) * i.dim_v + e];
+        for (int w = 0; w < i.key_warps; w++)
+          x += sums.weight[w * rows + row] * sums.acc[(w * rows + row) * sums.pitch + e];
         if (plan.splits > 1) plan.partial_out[partial * batch.head_dim_v + e] = x;
         else store_element(batch.out, at + e, i.q_dtype, x * sums.factor[row]);
       }
@@ -249,7 +254,8 @@ INLINE void attend(const pagedkern_batch &batch, const pagedkern_attention_param
   const Source v(batch.v_cache, work.kv_head * batch.v_stride_head, batch.v_stride_block, batch.v_stride_token,
                  batch.head_dim_v, i.dim_v, i.kv_dtype, plan.v_unit);
   const int warps = i.row_warps * i.key_warps, warp = threadIdx.x / 32, keys = i.tile / i.key_warps;
-  unsigned char *queries = shared + (i.copy == COPY_BULK ? 8 * MAX_STAGES : 0), *stages = queries + i.rows * i.row_warps * Core::q_pitch(i);
+  unsigned char *queries = shared + (i.copy == COPY_BULK ? 8 * MAX_STAGES : 0);
+  unsigned char *stages = queries + i.rows * i.row_warps * Core::q_pitch(i);
   Loader loader = {i, k, v, batch.block_table + work.sequence * batch.block_table_stride, (unsigned)batch.block_size,
                    work.begin, work.end, stages, shared, i.tile / warps, warp * (i.tile / warps), 0};
   float *scratch = (float *)(stages + i.stages * loader.stage_bytes()) + warp * keys * i.rows;
@@ -283,7 +289,7 @@ INLINE void attend(const pagedkern_batch &batch, const pagedkern_attention_param
     walk.next(i, plan.splits);
     stage = stage + 1 == i.stages ? 0 : stage + 1;
   }
-  write_results(batch, params, plan, i, work, core, rows, shared);
+  write_results(batch, params, plan, i, work, core, rows, queries);
 }
 
 #ifdef PAGEDKERN_INSTANCE

@@ -1,7 +1,7 @@
 /* Copies blocks inside each of many caches as if every source were read before any destination is written.
  *
- * A block of threads owns one column of bytes: it reads that column of all sources into shared memory and then writes it
- * to all destinations. No other block touches these bytes, so chains and cycles of ids need no further order.
+ * A block of threads owns one column of bytes: it reads that column of all sources into shared memory and then writes
+ * it to all destinations. No other block touches these bytes, so chains and cycles of ids need no further order.
  *
  * Grid: x: [runs * columns of a run]; y: caches. Shared memory: [pairs, column] bytes. */
 #include "elements.cuh"

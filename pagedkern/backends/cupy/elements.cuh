@@ -28,8 +28,8 @@ INLINE float from_byte(unsigned code, int dtype) {
          : dtype == PAGEDKERN_DTYPE_FLOAT8_E4M3FN ? from_e4m3(code) : from_e5m2(code);
 }
 
-/* Two codes of 8 bits, in the upper bytes of the two halves of `codes`, as a pair of float16 or bfloat16. Exact: float16
- * holds every number of 8 bits, and so does bfloat16. */
+/* Two codes of 8 bits, in the upper bytes of the two halves of `codes`, as a pair of float16 or bfloat16. Exact: both
+ * hold every number of 8 bits. */
 INLINE unsigned pair_from_bytes(unsigned codes, int dtype, bool bf16) {
   unsigned pair = codes; /* e5m2 is the upper half of a float16 */
   if (dtype == PAGEDKERN_DTYPE_INT8) {
@@ -78,14 +78,17 @@ INLINE float4 load_4(const unsigned char *from, int dtype) {
 INLINE unsigned to_float8(float x, int mantissa, int bias) {
   const unsigned bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return sign | 0x7fu;
-  if (magnitude < (unsigned)(128 - bias) << 23) /* subnormal: a multiple of the smallest code */
-    return sign | (unsigned)rintf(__uint_as_float(magnitude) * __uint_as_float((unsigned)(126 + bias + mantissa) << 23));
+  if (magnitude < (unsigned)(128 - bias) << 23) { /* subnormal: a multiple of the smallest code */
+    const float codes_of_one = __uint_as_float((unsigned)(126 + bias + mantissa) << 23);
+    return sign | (unsigned)rintf(__uint_as_float(magnitude) * codes_of_one);
+  }
   const int dropped = 23 - mantissa;
   const unsigned rounded = magnitude + ((1u << (dropped - 1)) - 1) + (magnitude >> dropped & 1);
   return sign | ((rounded >> dropped) - ((unsigned)(127 - bias) << mantissa));
 }
 
-INLINE float clamped(float x, float least, float most) { return x < least ? least : x > most ? most : x; } /* NaN stays */
+/* NaN stays. */
+INLINE float clamped(float x, float least, float most) { return x < least ? least : x > most ? most : x; }
 
 /* One element into memory, `x` already divided by the scale of a quantized cache. */
 INLINE void store_element(void *to, long long index, int dtype, float x) {

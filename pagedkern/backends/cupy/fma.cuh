@@ -1,6 +1,6 @@
 /* One warp's arithmetic in float32, exact to its rounding: up to 8 query rows.
  *
- * Scores: 32 / keys lanes share a key, each takes every so manieth 4 elements of it for all rows. Values: each lane owns
+ * Scores: 32 / keys lanes share a key and take its elements by turns, 4 at a time, for all rows. Values: each lane owns
  * 4 elements of V out of every 128 and walks the warp's keys, whose weights lie in shared memory. */
 #ifndef PAGEDKERN_FMA_CUH
 #define PAGEDKERN_FMA_CUH
@@ -109,15 +109,15 @@ struct FmaCore {
     __syncwarp();
   }
 
-  /* Put the sums into memory, row r of the warp at to + r * dim_v. */
-  INLINE void store(float *to) const {
+  /* Put the sums into memory, row r of the warp at to + r * pitch. */
+  INLINE void store(float *to, int pitch) const {
 #pragma unroll
     for (int r = 0; r < i.rows; r++) {
 #pragma unroll
       for (int n = 0; n < (i.dim_v + 127) / 128; n++) {
         const int e = n * 128 + lane * 4;
         if (e < i.dim_v)
-          *(float4 *)(to + r * i.dim_v + e) = make_float4(acc[r][n][0], acc[r][n][1], acc[r][n][2], acc[r][n][3]);
+          *(float4 *)(to + r * pitch + e) = make_float4(acc[r][n][0], acc[r][n][1], acc[r][n][2], acc[r][n][3]);
       }
     }
   }

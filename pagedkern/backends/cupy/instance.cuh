@@ -15,8 +15,8 @@
 #define COPY_ASYNC 1 /* cp.async of 16 bytes: rows aligned to 16 bytes */
 #define COPY_BULK 2  /* cp.async.bulk of a row, sm_90: as COPY_ASYNC, and rows of a multiple of 16 bytes */
 
-/* The constants of one attention kernel. With the macro PAGEDKERN_INSTANCE (a braced list of these numbers) the compiler
- * knows them, without it the same source reads them from the launch: the generic build. `Constants` is either. */
+/* The constants of one attention kernel. With the macro PAGEDKERN_INSTANCE (a braced list of these numbers) the
+ * compiler knows them, without it the same source reads them from the launch: the generic build. `Constants` is either. */
 struct Instance {
   pagedkern_i32 q_dtype;      /* PAGEDKERN_DTYPE_* of q and out */
   pagedkern_i32 kv_dtype;     /* PAGEDKERN_DTYPE_* of the caches */
@@ -26,7 +26,7 @@ struct Instance {
   pagedkern_i32 rows;         /* query rows of a warp: 16 with tensor cores, else 1, 2, 4 or 8 */
   pagedkern_i32 row_warps;    /* warps that share a tile of keys, each with rows of its own */
   pagedkern_i32 key_warps;    /* warps that share rows, each with its part of every tile of keys */
-  pagedkern_i32 tile;         /* keys of a tile, a multiple of 16 * key_warps with tensor cores, else of 8 * key_warps */
+  pagedkern_i32 tile;         /* keys of a tile: for each key warp 16, 32 or 64 with tensor cores, else 8, 16 or 32 */
   pagedkern_i32 stages;       /* tiles in shared memory: 1 in use, the others on their way */
   pagedkern_i32 span;         /* keys that one split reads in a row, a multiple of the tile */
   pagedkern_i32 copy;         /* COPY_* */

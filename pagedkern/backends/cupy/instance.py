@@ -113,9 +113,10 @@ class Instance:
         stage = self.tile * (pitch(self.dim_k, self.kv_dtype) + pitch(self.dim_v, self.kv_dtype))
         weights = 0 if self.tensor_cores else 4 * self.row_warps * self.tile * self.rows
         barriers = 8 * MAX_STAGES if self.copy == "bulk" else 0
-        streaming = barriers + self.block_rows * q_pitch + self.stages * stage + weights
-        joining = 4 * self.block_rows * (self.key_warps * (self.dim_v + 3) + 1)
-        return max(streaming, joining)
+        streaming = self.block_rows * q_pitch + self.stages * stage + weights
+        sums_pitch = self.dim_v + (8 if self.kv_dtype in ITEMSIZE else 4)
+        joining = 4 * self.block_rows * (self.key_warps * (sums_pitch + 3) + 1)
+        return barriers + max(streaming, joining)
 
 
 def pitch(dim: int, dtype: str) -> int:

@@ -1,8 +1,8 @@
 /* One warp's arithmetic with tensor cores: 16 query rows, operands of 16 bits, sums in float32.
  *
- * s = q k^T and acc += p v are made of m16n8k16 products. Lane l holds rows l/4 and l/4 + 8; of every 8 columns (keys of
- * s, elements of acc) it holds 2*(l%4) and the next. The p that comes out of s is already spread over the lanes as the
- * left operand of the second product must be.
+ * s = q k^T and acc += p v are made of m16n8k16 products. Lane l holds rows l/4 and l/4 + 8; of every 8 columns (keys
+ * of s, elements of acc) it holds 2*(l%4) and the next. The p that comes out of s is already spread over the lanes as
+ * the left operand of the second product must be.
  *
  * 16-bit caches are read by ldmatrix. 8-bit ones are read as 32-bit words, four elements of a row, and widened in
  * registers; which of the 16 elements of a product is which does not matter as long as q (or acc) agrees, so a word's
@@ -30,7 +30,7 @@ struct MmaCore {
 
   INLINE bool bf16() const { return i.q_dtype == PAGEDKERN_DTYPE_BFLOAT16; } /* the operands */
   INLINE bool narrow() const { return size_of(i.kv_dtype) == 1; }            /* the cache has 8 bits an element */
-  INLINE int keys() const { return i.tile / i.key_warps; }                   /* of this warp in a tile: 16, 32, 48, 64 */
+  INLINE int keys() const { return i.tile / i.key_warps; }                   /* of this warp in a tile: 16, 32 or 64 */
   INLINE int rows() const { return 2; }
   INLINE int scores() const { return keys() / 4; }
   INLINE float &at(int r, int e) { return s[e / 2][2 * r + e % 2]; }
@@ -95,8 +95,8 @@ struct MmaCore {
     for (int n = 0; n < i.dim_v / 8; n++) acc[n][2 * r] *= factor, acc[n][2 * r + 1] *= factor;
   }
 
-  /* acc += p v. tile: the warp's keys, [keys, pitch] bytes; masked: some row does not see some key. `sees(r, e)`: whether
-   * the lane's row r sees the key of its score e; `scratch` is not needed. */
+  /* acc += p v. tile: the warp's keys, [keys, pitch] bytes; masked: some row does not see some key; sees(r, key):
+   * whether the lane's row r sees that key of the warp. `scratch` is not needed. */
   template <class Sees>
   INLINE void gather(const unsigned char *tile, int pitch, bool masked, const Sees &sees, float *scratch) {
     const bool apart = masked && any_infinite(tile, pitch); /* 0 * NaN is NaN: such elements are added one by one */
@@ -136,12 +136,23 @@ struct MmaCore {
     if (apart) add_infinite(tile, pitch, sees);
   }
 
-  /* Put the sums into memory, row r of the warp at to + r * dim_v. */
-  INLINE void store(float *to) const {
+  /* Put the sums into memory, row r of the warp at to + r * pitch. */
+  INLINE void store(float *to, int pitch) const {
 #pragma unroll
-    for (int n = 0; n < i.dim_v / 8; n++) {
+    for (int r = 0; r < 2; r++) {
+      float *at = to + row(r) * pitch;
+      if (narrow()) { /* the four products of a word hold neighbours */
 #pragma unroll
-      for (int c = 0; c < 4; c++) to[row(c / 2) * i.dim_v + column(n, c % 2)] = acc[n][c];
+        for (int n = 0; n < i.dim_v / 8; n += 4) {
+#pragma unroll
+          for (int c = 2 * r; c < 2 * r + 2; c++)
+            *(float4 *)(at + column(n, c % 2)) = make_float4(acc[n][c], acc[n + 1][c], acc[n + 2][c], acc[n + 3][c]);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < i.dim_v / 8; n++)
+          *(float2 *)(at + column(n, 0)) = make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
+      }
     }
   }
 

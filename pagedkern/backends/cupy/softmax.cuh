@@ -1,5 +1,5 @@
-/* Parts of a softmax: each is a largest score m, a sum of exp(s - m) and a sum of exp(s - m) * v, and parts are joined by
- * weighing each with exp(m - M), M being the largest of all. Nothing seen: m = -inf and both sums 0. */
+/* Parts of a softmax: each is a largest score m, a sum of exp(s - m) and a sum of exp(s - m) * v, and parts are joined
+ * by weighing each with exp(m - M), M being the largest of all. Nothing seen: m = -inf and both sums 0. */
 #ifndef PAGEDKERN_SOFTMAX_CUH
 #define PAGEDKERN_SOFTMAX_CUH
 

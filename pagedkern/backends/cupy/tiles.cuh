@@ -1,8 +1,9 @@
 /* Tiles of keys: which ones a block of threads reads, and how they come to shared memory.
  *
- * A tile is `tile` tokens of K and of V of one KV head, raw bytes as they lie in the cache. Token t of the tile is row t
- * of [tile, pitch] bytes; the pitch is an odd multiple of 16 bytes, so that eight rows start in eight different groups
- * of banks. What a row lacks of its padded head_dim is 0, and so are the tokens that no query of the block sees. */
+ * A tile is `tile` tokens of K and of V of one KV head, raw bytes as they lie in the cache. Token t of the tile is row
+ * t of [tile, pitch] bytes; the pitch is an odd multiple of 16 bytes, so that eight rows start in eight different
+ * groups of banks. What a row lacks of its padded head_dim is 0, and so are the tokens that no query of the block
+ * sees. */
 #ifndef PAGEDKERN_TILES_CUH
 #define PAGEDKERN_TILES_CUH
 
