@@ -66,6 +66,13 @@ class Log:
                 return median(times)
         return self.screened.get(candidate)
 
+    def paired_seconds(self, candidate: Candidate, baseline: Candidate) -> float | None:
+        """The time of a call from its ratio to that of a baseline within the rounds of the finals: a load that comes
+        and goes takes its part of both. `seconds` where there are no such rounds."""
+        ratios = [times[candidate] / times[baseline] for times in self.finals if {candidate, baseline} <= times.keys()]
+        whole = self.seconds(baseline)
+        return median(ratios) * whole if ratios and whole else self.seconds(candidate)
+
     def fastest(self, among: Iterable[Candidate]) -> Candidate | None:
         timed = [(seconds, i, c) for i, c in enumerate(among) if (seconds := self.seconds(c)) is not None]
         return min(timed)[2] if timed else None

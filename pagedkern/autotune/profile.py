@@ -71,12 +71,12 @@ def rates_of(spaces: Sequence[Space], logs: Sequence[Log], picks: Sequence[Mappi
     call = _call_seconds(spaces[decode], log)
     speeds = {}
     for block_size, pick in sorted(picks[decode].items()):
-        seconds = log.seconds(pick)
+        seconds = log.paired_seconds(pick, spaces[decode].baseline)
         if seconds is None:
             continue
         flops, backend, config = 0.0, "", "{}"
         if prefill is not None and (other := picks[prefill].get(block_size)):
-            taken = logs[prefill].seconds(other)
+            taken = logs[prefill].paired_seconds(other, spaces[prefill].baseline)
             flops = spaces[prefill].workload.flops / taken if taken else 0.0
             backend, config = other.backend, other.config
         rate = workload.kv_bytes / max(seconds - call, seconds / 2)

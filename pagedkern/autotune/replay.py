@@ -126,12 +126,13 @@ def regret(searched: Searched, traffic: Traffic, model: Model, memory: int) -> R
 
 
 def exhaustive(space: Space, log: Log) -> dict[int, Candidate]:
-    """For each block size the candidate with the least median time of all that were recorded."""
+    """For each block size the candidate with the least time of all that were recorded."""
     found: dict[int, Candidate] = {}
     for block_size in space.block_sizes:
         own = [c for c in space.candidates if c.block_size == block_size]
-        if (fastest := log.fastest(own)) is not None:
-            found[block_size] = fastest
+        timed = [(s, i) for i, c in enumerate(own) if (s := log.paired_seconds(c, space.baseline)) is not None]
+        if timed:
+            found[block_size] = own[min(timed)[1]]
     return found
 
 

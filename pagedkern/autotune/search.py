@@ -28,7 +28,7 @@ SCREEN_SHARE, HEATS_SHARE = 0.4, 0.25  # of the time that is left when the stage
 HEAT_ROUNDS, PER_BACKEND = 3, 2  # candidates that each backend sends to the finals beside its default
 NEAR = 1.5  # a candidate slower than the best of its backend by this runs in no heat
 HOPELESS = 5.0  # a candidate slower than the best of all by this is not run again, at no block size
-BOUND_ROUNDS, BOUND_MARGIN = 5, 1.1  # of what the machine can do at the most
+BOUND_ROUNDS = 8  # measurements of what the machine can do at the most
 SAMPLE_SECONDS = 2e-3  # calls are repeated until a sample lasts as long
 LENGTHS, LENGTH_ROUNDS = (16, 4, 1), 3  # parts of the context at which backends are timed in the end, and how often
 
@@ -113,6 +113,7 @@ class _Search:
     tell: Tell
     clock: Callable[[], float]
     exhaustive: bool
+    _best_rate: float | None = None
 
     def compile(self) -> None:
         """Run each candidate on a part of the problem, so that the first call that is timed compiles nothing.
@@ -147,7 +148,6 @@ class _Search:
         hopeless = {  # backend and config: the block size where that was seen
             (c.backend, c.config): c.block_size for c in space.candidates if c in log.screened and c in log.lasting
         }
-        bound = self._bound() if space.candidates else 0.0
         for i, candidate in enumerate(space.candidates):
             name = (candidate.backend, candidate.config)
             untuned = space.untuned(candidate.block_size)  # what all others are compared with
@@ -155,9 +155,6 @@ class _Search:
                 continue
             if name in hopeless and candidate != untuned:
                 log.leave(candidate, f"too slow at block size {hopeless[name]}", lasting=True)
-                continue
-            if candidate.backend == untuned.backend and log.screened.get(untuned, math.inf) < bound * MIN_GAIN:
-                log.leave(candidate, "the default is within 2 % of what the machine can do")
                 continue
             begin = clock()
             if begin > end and log.screened:
@@ -204,6 +201,10 @@ class _Search:
         finalists: list[Candidate] = []
         for group in self._groups():
             ranked = sorted((c for c in group if c in entered and not c.is_default), key=lambda c: log.seconds(c) or 0)
+            if ranked and not self.exhaustive and self._at_the_limit([c for c in group if c.is_default]):
+                for candidate in ranked:
+                    log.leave(candidate, "the default is within 2 % of what the machine can do")
+                ranked = []
             finalists += [*(c for c in group if c.is_default), *ranked[:per_backend]]
         for candidate in log.screened:
             if candidate not in finalists and candidate not in log.left_out:
@@ -236,17 +237,23 @@ class _Search:
             log.read(self.runner.read_bandwidth())
             log.product(self.runner.product_rate())
 
+    def _at_the_limit(self, defaults: list[Candidate]) -> bool:
+        """Whether a default is so near to the analytic bound that nothing could be proved to be faster."""
+        times = [seconds for c in defaults if (seconds := self.log.seconds(c)) is not None]
+        return bool(times) and min(times) < self._bound() * MIN_GAIN
+
     def _bound(self) -> float:
-        """Seconds that no candidate can go below: bytes over the bandwidth of a plain read, or the operations of the
-        matrix products over their rate; the best of some measurements, for others may use the machine, and a little
-        less, for a kernel may read better than the plainest way to read."""
+        """Seconds that no candidate goes below: bytes over the bandwidth of a plain read, or the operations of the
+        matrix products over their rate. The best of some measurements, for others may use the machine."""
         workload, runner = self.space.workload, self.runner
         work, rate = (
             (workload.kv_bytes, runner.read_bandwidth)
             if workload.kind == "decode"
             else (workload.flops, runner.product_rate)
         )
-        return work / max(rate() for _ in range(BOUND_ROUNDS)) / BOUND_MARGIN
+        if self._best_rate is None:
+            self._best_rate = max(rate() for _ in range(BOUND_ROUNDS))
+        return work / self._best_rate
 
     def _sample(self, candidate: Candidate, repeats: int = 0) -> float | None:
         try:

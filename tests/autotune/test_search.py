@@ -364,3 +364,34 @@ def test_a_space_without_candidates() -> None:
     space = Space(WORKLOAD, (), ())
     assert run(space, Simulated(lambda c: 0.01)).finals == []
     assert decide(space, Log()).best is None
+
+
+def test_a_default_at_the_limit_of_the_machine_keeps_the_others_out_of_the_finals() -> None:
+    """The analytic bound: nothing reads K and V faster than memory is read."""
+    space = make_space((16, 32))
+    limit = WORKLOAD.kv_bytes / 1e10  # seconds, at the plain read of `Simulated`
+    runner = Simulated(lambda c: limit * (1.01 if c.block_size == 16 else 1.3) * (1 if c.is_default else 1.002))
+    log = run(space, runner)
+    finalists = {c for times in log.finals for c in times}
+    assert {c.is_default for c in finalists if c.block_size == 16} == {True}
+    assert {c.is_default for c in finalists if c.block_size == 32} == {True, False}
+    assert "the default is within 2 % of what the machine can do" in log.left_out.values()
+    everybody = Log()
+    runner = Simulated(runner.seconds)
+    search(space, runner, everybody, 1000.0, clock=runner.clock, exhaustive=True)
+    assert {c for times in everybody.finals for c in times} == set(space.candidates)
+
+
+def test_paired_times_do_not_see_a_load_that_comes_and_goes() -> None:
+    a, b = make_space((16,), (64, 32)).candidates[:2]
+    log = Log()
+    for i in range(9):  # b was unlucky: it ran in the loaded rounds only in part
+        load = 5.0 if i % 3 else 1.0
+        log.final(i, a, 0.010 * load)
+        if i % 3:
+            log.final(i, b, 0.008 * load)
+    assert log.seconds(b) == pytest.approx(0.040)
+    assert log.paired_seconds(b, a) == pytest.approx(0.8 * 0.050)
+    assert log.paired_seconds(b, a) / (log.seconds(a) or 1) == pytest.approx(0.8)  # type: ignore[operator]
+    assert Log(screened={a: 1.0}).paired_seconds(a, b) == 1.0
+    assert Log().paired_seconds(a, b) is None

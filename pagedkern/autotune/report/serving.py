@@ -30,13 +30,16 @@ def show_served(console: Console, served: Sequence[Served]) -> None:
     for one in served:
         chosen = best(one.scores)
         if chosen is None:
-            table.add_row(one.traffic.name, "-", "-", "-", "longest request does not fit", "-")
+            table.add_row(one.traffic.name, *"-----")
             continue
         usual = next((s for s in one.scores if s.block_size == USUAL), None)
         against = f"{chosen.tokens_per_second / usual.tokens_per_second:.3f}x" if usual else "-"
         cells = [str(chosen.block_size), digits(chosen.tokens_per_second), against]
         table.add_row(one.traffic.name, *cells, digits(chosen.concurrency), f"{chosen.waste:.1%}")
     console.print(table)
+    if missing := [one.traffic.name for one in served if not one.scores]:
+        text = f"-: the longest request does not fit ({', '.join(missing)}): give more --memory, or a --model."
+        console.print(text, highlight=False, markup=False)
 
 
 def show_terms(console: Console, scores: Sequence[Score]) -> None:
