@@ -34,7 +34,7 @@ fuzz: $(stamp) ## the randomised tests, for much longer
 	HYPOTHESIS_PROFILE=fuzz $(run) -m pytest -n 2 --timeout 3600 tests/allocator tests/contract -k "fuzz or machine or property" $(ARGS)
 
 gpu-check: $(stamp) ## check and time the GPU backends; without a GPU they are emulated, and not timed
-	$(run) -m pagedkern.gpucheck --out build/gpucheck.json $(ARGS)
+	$(run) -m tests.emulation pagedkern.gpucheck --out build/gpucheck.json $(ARGS)
 
 example: $(stamp) ## a small language model writes through the paged cache
 	$(run) examples/generate.py $(ARGS)

@@ -111,13 +111,14 @@ def _alone(problem: Problem, out: Tensor, pinned: dict[str, Any]) -> str | None:
 
 
 def write_kv(backend: str, device: str) -> str | None:
-    """Slots get what the reference writes, to the bit, and nothing else changes."""
+    """Slots get what the reference writes, to the bit (scales are powers of two), and nothing else changes."""
     for kv_dtype in ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"):
         shape = Shape("write", (40, 7), num_kv_heads=2, num_heads=2, head_dim=72, q_dtype="bfloat16", kv_dtype=kv_dtype)
         problem = Problem(shape, device)
         k, v = (torch.randn(3, 2, 72, device=device).bfloat16() for _ in range(2))
         slots = torch.tensor([5, -1, 33], device=device)
-        scales = {name: problem.args[name] for name in ("k_scale", "v_scale") if name in problem.args}
+        factors = {"k_scale": (0.25, 0.5), "v_scale": (2.0, 0.125)} if "k_scale" in problem.args else {}
+        scales = {name: torch.tensor(values, device=device) for name, values in factors.items()}
         results = []
         for name in ("reference", backend):
             caches = [problem.args[c].clone() for c in ("k_cache", "v_cache")]
