@@ -192,6 +192,7 @@ def _launched(cell: Cell) -> list[Any]:
     driver.set_active(_Driver(cell.capability))
     capability = divmod(cell.capability, 10)
     launch.native_fp8.cache_clear()  # it remembers the capability of a device
+    launch._compiled.clear()  # what is compiled already would be launched
     with (
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch("torch.cuda.get_device_capability", return_value=capability),

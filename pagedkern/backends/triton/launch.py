@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from pagedkern.backends.base import AttentionCall, CopyCall, WriteCall
 from pagedkern.backends.triton.config import TritonConfig, ceil_power, padded, split_columns
@@ -28,22 +29,46 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 LONGEST_WINDOW = 2**30  # tokens; positions are int32
 MERGE_CHUNK = 16
 WRITE_ROWS = 32
+MERGE_WARPS = WRITE_WARPS = COPY_WARPS = 4
 MOVED_PAIRS = 64  # pairs of blocks that one program of copy_kernel takes at most
 CACHES = 8  # that copy_kernel takes at a time
 WORD_DTYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 class Launch(NamedTuple):
-    """One kernel launch."""
+    """One kernel launch, its arguments in the order of the kernel's parameters."""
 
     kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
+    grid: tuple[int, int, int]
+    tensors: tuple[Tensor | None, ...]
+    numbers: tuple[int | float | None, ...]  # compiled for their being there, not for their value
+    constants: tuple[Any, ...]  # compiled for
     warps: int
     stages: int
 
     def run(self) -> None:
-        self.kernel[self.grid](*self.arguments, num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True)
+        """Launch on the current device and stream.
+
+        Triton finds the compiled kernel by looking at every argument, which takes longer than the launch. What decides
+        here is known to be less: the constants, which tensors and numbers there are, dtypes, and 16-byte alignment.
+        """
+        device = None if self.tensors[0] is None else self.tensors[0].device
+        kinds = [None if x is None else (x.dtype, x.data_ptr() & 15 == 0) for x in self.tensors]
+        given = [x is None for x in self.numbers]
+        key = (self.kernel.fn, self.warps, self.stages, device, self.constants, *kinds, *given)
+        kernel = _compiled.get(key)
+        if kernel is not None:
+            kernel[self.grid](*self.tensors, *self.numbers, *self.constants)
+            return
+        kernel = self.kernel[self.grid](
+            *self.tensors, *self.numbers, *self.constants,
+            num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True,
+        )  # fmt: skip
+        if isinstance(kernel, CompiledKernel):  # the interpreter returns nothing
+            _compiled[key] = kernel
+
+
+_compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
 @cache
@@ -72,58 +97,85 @@ def attention_launches(call: AttentionCall, config: TritonConfig, native: bool) 
     _, block_size, kv_heads, head_dim_v = call.v_cache.shape
     if num_tokens == 0:
         return
-    k_cache, v_cache, kind = _codes(call.k_cache, call.v_cache)
+    k_cache, v_cache, _ = _codes(call.k_cache, call.v_cache)
     window = None if call.sliding_window is None else min(call.sliding_window, LONGEST_WINDOW)
-    queries = max(1, min(call.max_seqlen_q, config.split_queries))
-    strides = (*q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2])
-    aligns = (_align(q, 2), _align(k_cache, 3), _align(v_cache, 3), _align(out, 2))
-    narrow = call.k_cache.dtype == q.dtype or kind
-    operand = TRITON_DTYPES[q.dtype if narrow else torch.float32]
-    columns = split_columns(head_dim, operand == tl.float32)
-    shape = (kv_heads, heads // kv_heads, head_dim, head_dim_v, *columns, padded(head_dim_v), block_size)
-    precision = "tf32" if config.allow_tf32 else "ieee"
-    tables = (call.block_table, call.seq_lens, cu)
-    factors = (call.alibi_slopes, call.sinks, call.k_scale, call.v_scale, call.scale, call.softcap, window)
-    numbers = (*strides, call.block_table.stride(0))
-
-    longest = width * block_size if window is None else min(width * block_size, window + queries + config.span)
-    splits = min(config.num_splits, max(1, -(-longest // config.span)))
-    row_tiles = -(-queries * shape[1] // config.rows)
-    work = None
-    if splits > 1:
-        work = q.new_empty(num_seqs * queries * heads * splits * (head_dim_v + PARTIAL.value), dtype=torch.float32)
-    programs = (num_seqs + (cu is not None)) * splits * kv_heads * row_tiles
-    yield Launch(
-        split_kernel,
-        (programs,),
-        (q, k_cache, v_cache, *tables, out, call.lse, work, *factors, *numbers,
-         num_seqs, num_tokens, queries, splits, row_tiles,
-         *shape, config.rows, config.tile, config.num_splits, config.span // config.tile, *aligns,
-         call.causal, queries > 1, kind, native, operand, precision, config.stages),
-        config.warps,
-        config.stages,
+    plan = _plan(
+        config, q.dtype, call.k_cache.dtype, heads, kv_heads, head_dim, head_dim_v, block_size,
+        num_tokens, num_seqs, width, call.max_seqlen_q, window, cu is not None, call.causal, native,
+        (_align(q, 2), _align(k_cache, 3), _align(v_cache, 3), _align(out, 2)),
     )  # fmt: skip
-    if work is not None and num_seqs:
+    out_row, out_head, _ = out.stride()
+    tensors = (q, k_cache, v_cache, call.block_table, call.seq_lens, cu, out, call.lse)
+    factors = (call.alibi_slopes, call.sinks, call.k_scale, call.v_scale)
+    numbers = (
+        call.scale, call.softcap, window, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], out_row,
+        out_head, call.block_table.stride(0),
+    )  # fmt: skip
+    work = None
+    if plan.work:
+        work = q.new_empty(plan.work, dtype=torch.float32)
+    yield Launch(
+        split_kernel, plan.split_grid, (*tensors, work, *factors), (*numbers, *plan.split_numbers),
+        plan.split_constants, config.warps, config.stages,
+    )  # fmt: skip
+    if plan.work:
         yield Launch(
-            merge_kernel,
-            (num_seqs * queries, heads),
-            (work, call.seq_lens, cu, out, call.lse, call.sinks, window, *out.stride()[:2], queries, splits,
-             heads, head_dim_v, padded(head_dim_v), config.span, ceil_power(config.num_splits),
-             min(MERGE_CHUNK, ceil_power(config.num_splits)), aligns[3]),
-            4,
-            1,
+            merge_kernel, plan.merge_grid, (work, call.seq_lens, cu, out, call.lse, call.sinks),
+            (window, out_row, out_head, *plan.merge_numbers), plan.merge_constants, MERGE_WARPS, 1,
         )  # fmt: skip
-    if call.max_seqlen_q > config.split_queries:
-        tiles = num_tokens * shape[1] // config.prefill_rows + num_seqs
+    if plan.prefill_grid is not None:
         yield Launch(
-            prefill_kernel,
-            (tiles, kv_heads),
-            (q, k_cache, v_cache, *tables, out, call.lse, *factors, *numbers, num_seqs, config.split_queries + 1,
-             *shape, config.prefill_rows, config.prefill_tile, *aligns,
-             call.causal, kind, native, operand, precision, config.prefill_stages),
-            config.prefill_warps,
-            config.prefill_stages,
+            prefill_kernel, plan.prefill_grid, (*tensors, *factors), (*numbers, num_seqs, config.split_queries + 1),
+            plan.prefill_constants, config.prefill_warps, config.prefill_stages,
         )  # fmt: skip
+
+
+class _Plan(NamedTuple):
+    """What shapes, dtypes and configuration decide about a call."""
+
+    work: int  # float32 numbers of the workspace; 0: no sequence can have more than one span
+    split_grid: tuple[int, int, int]
+    split_numbers: tuple[int, ...]
+    split_constants: tuple[Any, ...]
+    merge_grid: tuple[int, int, int]
+    merge_numbers: tuple[int, ...]
+    merge_constants: tuple[Any, ...]
+    prefill_grid: tuple[int, int, int] | None  # None: no sequence can have so many query tokens
+    prefill_constants: tuple[Any, ...]
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    config: TritonConfig, q_dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int,
+    head_dim_v: int, block_size: int, num_tokens: int, num_seqs: int, width: int, max_seqlen_q: int, window: int | None,
+    ragged: bool, causal: bool, native: bool, aligns: tuple[int, int, int, int],
+) -> _Plan:  # fmt: skip
+    group, columns_v, kind = heads // kv_heads, padded(head_dim_v), KINDS.get(kv_dtype, "")
+    operand = TRITON_DTYPES[q_dtype if kv_dtype == q_dtype or kind else torch.float32]
+    columns = split_columns(head_dim, operand == tl.float32)
+    shape = (kv_heads, group, head_dim, head_dim_v, *columns, columns_v, block_size)
+    products = (kind, native, operand, "tf32" if config.allow_tf32 else "ieee")
+
+    queries = max(1, min(max_seqlen_q, config.split_queries))
+    longest = width * block_size  # tokens that the queries of a sequence may see
+    if window is not None:
+        longest = min(longest, window + queries + config.span)
+    splits = min(config.num_splits, max(1, -(-longest // config.span)))
+    row_tiles = -(-queries * group // config.rows)
+    parts = ceil_power(config.num_splits)
+    tiles = num_tokens * group // config.prefill_rows + num_seqs
+    return _Plan(
+        num_seqs * queries * heads * splits * (head_dim_v + PARTIAL.value) if splits > 1 else 0,
+        ((num_seqs + ragged) * splits * kv_heads * row_tiles, 1, 1),
+        (num_seqs, num_tokens, queries, splits, row_tiles),
+        (*shape, config.rows, config.tile, config.num_splits, config.span // config.tile, *aligns, causal, queries > 1,
+         *products, config.stages),
+        (num_seqs * queries, heads, 1),
+        (queries, splits),
+        (heads, head_dim_v, columns_v, config.span, parts, min(MERGE_CHUNK, parts), aligns[3]),
+        (tiles, kv_heads, 1) if max_seqlen_q > config.split_queries else None,
+        (*shape, config.prefill_rows, config.prefill_tile, *aligns, causal, *products, config.prefill_stages),
+    )  # fmt: skip
 
 
 def write_kv(call: WriteCall) -> None:
@@ -141,12 +193,12 @@ def write_launches(call: WriteCall) -> Iterator[Launch]:
     k_cache, v_cache, kind = _codes(call.k_cache, call.v_cache)
     yield Launch(
         write_kernel,
-        (-(-num_tokens * kv_heads // WRITE_ROWS),),
-        (call.k, call.v, k_cache, v_cache, call.slot_mapping, call.k_scale, call.v_scale,
-         *call.k.stride()[:2], *call.v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], num_tokens,
-         kv_heads, head_dim, head_dim_v, padded(head_dim), padded(head_dim_v), k_cache.shape[1], WRITE_ROWS,
+        (-(-num_tokens * kv_heads // WRITE_ROWS), 1, 1),
+        (call.k, call.v, k_cache, v_cache, call.slot_mapping, call.k_scale, call.v_scale),
+        (*call.k.stride()[:2], *call.v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], num_tokens),
+        (kv_heads, head_dim, head_dim_v, padded(head_dim), padded(head_dim_v), k_cache.shape[1], WRITE_ROWS,
          _align(call.k, 2), _align(call.v, 2), _align(k_cache, 3), _align(v_cache, 3), kind),
-        4,
+        WRITE_WARPS,
         1,
     )  # fmt: skip
 
@@ -191,10 +243,11 @@ def _copies(call: CopyCall, geometry: _Geometry, addresses: list[int], num_pairs
         yield Launch(
             copy_kernel,
             (-(-num_words * pairs // WORDS.value), len(addresses), -(-num_pairs // pairs)),
-            (call.src_blocks, call.dst_blocks, *addresses, *[0] * (CACHES - len(addresses)),
-             0 if saved is None else saved.data_ptr(), num_pairs, num_words, *geometry.shape[1:], geometry.block,
-             *geometry.strides, WORD_DTYPES[geometry.size], pairs, mode),
-            4,
+            (call.src_blocks, call.dst_blocks),
+            (*addresses, *[0] * (CACHES - len(addresses)), 0 if saved is None else saved.data_ptr(), num_pairs,
+             num_words, *geometry.shape[1:], geometry.block, *geometry.strides),
+            (WORD_DTYPES[geometry.size], pairs, mode),
+            COPY_WARPS,
             1,
         )  # fmt: skip
 
