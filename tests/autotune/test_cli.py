@@ -41,7 +41,9 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pagedkern.autotune", *arguments]
+    """A run as users start it, candidates in a worker."""
+    isolated = [a for a in arguments if a != "--in-process"]
+    command = [sys.executable, "-m", "pagedkern.autotune", *isolated]
     root = Path(__file__).parents[2]
     return subprocess.Popen(
         command,
