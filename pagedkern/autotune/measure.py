@@ -8,13 +8,13 @@ a candidate must compute the small problem of `hostile`.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pagedkern import ops
+from pagedkern.autotune.clock import GpuClock, cpu_seconds
 from pagedkern.autotune.hostile import GARBAGE, Hostile, dense, poison, scatter, stored
 from pagedkern.autotune.space import Candidate, Space, copies
 from pagedkern.autotune.store import device as machine
@@ -47,6 +47,8 @@ class Bench:
         self._caches = {b: self._lay_out(b) for b in space.block_sizes}
         self._turn = dict.fromkeys(space.block_sizes, 0)
         del self._k, self._v
+        self._cut: dict[int | None, Tensor] = {}  # lengths at a context, kept for the graphs that read them
+        self._clock = GpuClock()
         self._hostile: dict[int, Hostile] = {}  # by block size, made on first use
         self._reader: _Reader | None = None
         self._product: Tensor | None = None
@@ -79,8 +81,17 @@ class Bench:
 
         `context` cuts longer sequences.
         """
-        lens = self._lens if context is None else self._lens.clamp(max=context)
-        return _seconds(self.workload.device, lambda: self._launch(candidate, lens=lens), repeats)
+        if context not in self._cut:
+            self._cut[context] = self._lens if context is None else self._lens.clamp(max=context)
+        lens = self._cut[context]
+
+        def launch() -> None:
+            self._launch(candidate, lens=lens)
+
+        if self.workload.device == "cpu":
+            return cpu_seconds(launch, repeats)
+        # A graph repeats the same calls: it must go through all the copies, or some would stay in the cache.
+        return self._clock.seconds(launch, max(repeats, self.copies), (candidate, context))
 
     def read_bandwidth(self) -> float:
         """Bytes per second of the plainest thing that reads memory."""
@@ -94,7 +105,7 @@ class Bench:
             self._product = torch.ones(size, size, dtype=self._dtypes[0], device=self.workload.device)
             self._product @ self._product
         x = self._product
-        return 2 * size**3 / _seconds(self.workload.device, lambda: x @ x, 1)
+        return 2 * size**3 / _once(self.workload.device, lambda: x @ x)
 
     def _launch(self, candidate: Candidate, num_seqs: int | None = None, lens: Tensor | None = None) -> None:
         """Call attention on the first sequences of the batch; None is all of them."""
@@ -170,29 +181,18 @@ class _Reader:
             lambda: torch.linalg.vector_norm(self._x),
             lambda: rows @ column,
         ]
-        times = [min(_seconds(device, way, 1) for _ in range(3)) for way in ways]
+        times = [min(_once(device, way) for _ in range(3)) for way in ways]
         self._way = ways[times.index(min(times))]
 
     def sample(self) -> float:
         """Bytes per second."""
-        return self._x.nbytes / _seconds(self._device, self._way, 1)
+        return self._x.nbytes / _once(self._device, self._way)
+
+
+def _once(device: str, run: Callable[[], object]) -> float:
+    return cpu_seconds(run, 1) if device == "cpu" else GpuClock().seconds(run, 1)
 
 
 def _wrong(out: Tensor, truth: Tensor, tolerance: float) -> str | None:
     error = (out.double() - truth).abs().max().item()
     return None if error <= tolerance else f"wrong by {error:.1e}, accepted is {tolerance:.1e}"
-
-
-def _seconds(device: str, run: Callable[[], object], repeats: int) -> float:
-    if device == "cpu":
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        return (time.perf_counter() - start) / repeats
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e-3 / repeats
