@@ -35,15 +35,17 @@ DTYPES = [
     ("bfloat16", "float8_e4m3fn"),
     ("float16", "float8_e5m2"),
 ]  # of q and of the cache
+SOME_DTYPES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("bfloat16", "float8_e4m3fn")]
 PAGE = """\
 # What the Numba CUDA kernels compile to
 
 Made by `python -m benchmarks.numba_cuda_aot --out docs/numba_cuda_kernels.md` with numba-cuda {numba} and {ptxas};
-do not edit. Each kernel was compiled for each GPU with the default configuration. A field tells the registers of a thread,
-the KiB of shared memory of a block, the loads of 16 bytes from global memory that the PTX holds (of all loads from
-global memory; the others fetch block ids, lengths and single numbers), and bytes spilled, if any. `decode` and
-`prefill` are compiled with all features (window, softcap, ALiBi, sinks, lse) on and off; where the two differ, the
-field shows the larger numbers, and the fewer loads.
+do not edit. Each kernel was compiled for each GPU with the default configuration. A field tells the registers of a
+thread, the KiB of shared memory of a block, the loads of 16 bytes from global memory that the PTX holds (of all loads
+from global memory, asynchronous copies included; the others fetch block ids, lengths and single numbers), and bytes
+spilled, if any. `decode` and `prefill` are compiled with all features (window, softcap, ALiBi, sinks, lse), some also
+without: the field shows the larger numbers, and the fewer wide loads. Rows of 72 bytes (head_dim 72 in 8 bits) are read
+by 8 bytes.
 
 """
 
@@ -77,14 +79,16 @@ class Compiled:
 
 
 def grid() -> Iterator[Cell]:
-    """Every dtype with every head_dim; groups and features where they matter."""
+    """Every dtype with head_dim 128, some with the others; groups and features where they matter most."""
     for capability in CAPABILITIES:
-        for dim, dim_v in DIMS:
-            for q, kv in DTYPES:
-                for features in (False, True):
-                    for group in (1, 4, 16) if q == kv else (4,):
-                        yield Cell(capability, "decode", dim, dim_v, q, kv, group, features)
-                    yield Cell(capability, "prefill", dim, dim_v, q, kv, 4, features)
+        for kernel in ("decode", "prefill"):
+            for dim, dim_v in DIMS:
+                for q, kv in DTYPES if dim == 128 else SOME_DTYPES:
+                    yield Cell(capability, kernel, dim, dim_v, q, kv, features=True)
+            yield Cell(capability, kernel)
+            yield Cell(capability, kernel, kv_dtype="float8_e4m3fn")
+        for group in (1, 16):
+            yield Cell(capability, "decode", group=group, features=True)
         for q, kv in DTYPES:
             yield Cell(capability, "merge", q_dtype=q, kv_dtype=kv, features=True)
             yield Cell(capability, "write", q_dtype=q, kv_dtype=kv)

@@ -65,6 +65,12 @@ def decode_kernel(c: Constants) -> Callable[..., None]:
         first_span = begin // SPAN
         span = first_span + (split - first_span) % SPLITS  # the first of this split that holds a key to see
         start = max(span * SPAN, begin // N * N)
+        place = (int64(cuda.blockIdx.x) * cuda.gridDim.z + kv_head) * cuda.gridDim.y + split
+        if start >= end:  # no key for this split
+            for row in range(cuda.threadIdx.x, M, T):
+                state[(place * M + row) * 2] = -INF
+                state[(place * M + row) * 2 + 1] = 0.0
+            return
         if QUANTIZED:
             scale *= k_scale[kv_head]
 
@@ -76,8 +82,6 @@ def decode_kernel(c: Constants) -> Callable[..., None]:
             begin, end, start, (SPLITS - 1) * SPAN, position, last_position, first_row, rows, kv_head,
         )  # fmt: skip
         collect(q_tile, acc)
-
-        place = (int64(cuda.blockIdx.x) * cuda.gridDim.z + kv_head) * cuda.gridDim.y + split
         for i in range(cuda.threadIdx.x, M * E, T):
             sums[place * (M * E) + i] = q_tile[i // E * Q_STRIDE + i % E]
         for row in range(cuda.threadIdx.x, M, T):
