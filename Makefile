@@ -6,13 +6,18 @@ run     = $(VENV)/bin/python
 stamp   = $(VENV)/.installed
 OLDEST  = head_dims or group_sizes or slot_minus_one or quantized or query_lengths
 
-.PHONY: help tune test oldest lint types fuzz gpu-check example clean
+.PHONY: help tune record test oldest lint types fuzz gpu-check example clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 tune: $(stamp) ## measure this machine and store the best backend, block size and configuration
 	$(run) -m pagedkern.autotune $(ARGS)
+
+record: $(stamp) ## measure all candidates of this machine as NAME, and distil the profile that ships
+	mkdir -p autotune/records pagedkern/autotune/profiles
+	$(run) -m pagedkern.autotune --exhaustive --budget 4m --records autotune/records/$(NAME).jsonl $(ARGS)
+	$(run) -m pagedkern.autotune export autotune/records/$(NAME).jsonl -o pagedkern/autotune/profiles/$(NAME).json
 
 test: $(stamp) ## run every test
 	$(run) -m pytest -n 2 --dist loadgroup $(ARGS)

@@ -12,8 +12,10 @@ import pytest
 
 from pagedkern.autotune import objective, workloads
 from pagedkern.autotune.objective import best, score
+from pagedkern.autotune.profile import distil, from_json
 from pagedkern.autotune.rates import Rates, Speed, causal_pairs
 from pagedkern.autotune.workloads import Quantiles, Request, Traffic
+from tests.autotune.recordings import recording
 from tests.autotune.simulation import play
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +61,16 @@ def test_formula_and_simulation_rank_the_block_sizes_alike(name: str) -> None:
     assert chosen >= 0.995 * max(simulated)  # and what is chosen is as good as the best
     for p, s in zip(played, scores, strict=True):
         assert p.tokens_per_second == pytest.approx(s.tokens_per_second, rel=0.1)
+
+
+def test_they_agree_on_recorded_rates_too() -> None:
+    """A small model on the rates that are distilled from records, which differ from a GPU's in every respect."""
+    document = distil(recording())
+    assert document is not None
+    rates, smol, traffic = from_json(document).rates, workloads.model("smollm2-135m"), workloads.load("chat")
+    scores = score(traffic, smol, rates, 1_500_000_000)
+    simulated = [play(traffic, smol, rates, 1_500_000_000, s.block_size, 300).tokens_per_second for s in scores]
+    assert kendall(simulated, [s.tokens_per_second for s in scores]) >= 0.8
 
 
 def test_tau() -> None:
