@@ -182,7 +182,7 @@ struct Sums {
   }
 };
 
-/* Join a row's parts, one thread for each row, and write its lse, or its state if the row is itself a part of a split. */
+/* Join a row's parts, one thread for each row, and write its lse, or the state of a part of a split row. */
 INLINE void join_row(const pagedkern_batch &batch, const pagedkern_attention_params &params, const AttentionPlan &plan,
                      const Constants &i, const Work &work, const Sums &sums, int row, long long partial) {
   const int rows = i.rows * i.row_warps, packed = work.first_row + row;

@@ -16,7 +16,8 @@
 #define COPY_BULK 2  /* cp.async.bulk of a row, sm_90: as COPY_ASYNC, and rows of a multiple of 16 bytes */
 
 /* The constants of one attention kernel. With the macro PAGEDKERN_INSTANCE (a braced list of these numbers) the
- * compiler knows them, without it the same source reads them from the launch: the generic build. `Constants` is either. */
+ * compiler knows them, without it the same source reads them from the launch: the generic build. `Constants` is
+ * either. */
 struct Instance {
   pagedkern_i32 q_dtype;      /* PAGEDKERN_DTYPE_* of q and out */
   pagedkern_i32 kv_dtype;     /* PAGEDKERN_DTYPE_* of the caches */
