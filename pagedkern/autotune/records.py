@@ -7,9 +7,11 @@ good but for its last line.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -41,11 +43,21 @@ class Recorded:
 
 
 class Journal:
-    """Writes the records of a run."""
+    """Writes the records of a run. While another process writes to that file, to one beside it: see `path`."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = path.open("w", encoding="utf-8")
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            path = path.with_name(f"{path.stem}-{os.getpid()}{path.suffix}")
+            self._file = path.open("w", encoding="utf-8")
+        else:
+            if path.is_file():
+                self._file.truncate(0)
+        self.path = path
         self._problems = 0
 
     def __enter__(self) -> Journal:

@@ -188,7 +188,7 @@ def _write_to(path: Path, run: Run, planned: Sequence[Space], logs: Sequence[Log
         book = stack.enter_context(records.Journal(path))
     except OSError:
         return
-    run.records = path
+    run.records = book.path
     book.begin(run.device)
     for space, log in zip(planned, logs, strict=True):
         book.follow(space, log)

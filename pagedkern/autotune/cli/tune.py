@@ -21,6 +21,7 @@ from pagedkern.backends.base import ITEMSIZE
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pagedkern.autotune.search import Runner
     from pagedkern.autotune.space import Workload
     from pagedkern.autotune.tune import Order
 
@@ -133,7 +134,7 @@ def _tune(given: argparse.Namespace, problems: list[Workload], model: Model, out
     return done.exit_code
 
 
-def _here(space: spaces.Space, seed: int):  # type: ignore[no-untyped-def]
+def _here(space: spaces.Space, seed: int) -> Runner:
     from pagedkern.autotune.measure import Bench
 
     return Bench(space, seed)
