@@ -83,8 +83,9 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfi
     """By head_dim, dtype, group and compute capability.
 
     - `tile`: 32 KiB of K and V, but no more than 8192 numbers of either, which is what registers bear where they must
-      be converted; 16 to 128 keys. `stages` keep 48 KiB or more in flight where shared memory is 163 KiB or more,
-      else one tile: a multiprocessor of an H100 needs some 20 KiB in flight (bandwidth times latency).
+      be converted; 16 to 128 keys, 64 of a quantized cache. `stages` keep two tiles in flight (three of a quantized
+      cache) where shared memory is 163 KiB or more, else one: a multiprocessor of an H100 needs some 20 KiB in flight
+      to be busy (bandwidth times latency).
     - `span`: so long that the partial results of a span are 1/32 of its K and V or less, from 256 to 2048 keys.
     - `rows`: the group, in tiles of 16 to 64 rows for the tensor cores; of 4 at most for float32, which runs without
       them.
@@ -92,7 +93,7 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfi
     """
     size, narrow = ITEMSIZE[problem.kv_dtype], operand(problem) != "float32"
     d, e = sum(split_columns(problem.head_dim, not narrow)), padded(problem.head_dim_v)
-    tile = min(128, BYTES_IN_FLIGHT // ((d + e) * size), 8192 // max(d, e))
+    tile = min(64 if size == 1 else 128, BYTES_IN_FLIGHT // ((d + e) * size), 8192 // max(d, e))
     tile = max(16, floor_power(tile))
     roomy = SHARED_MEMORY.get(capability, 99) > 99
     rows, keys, warps = _prefill(problem, capability)
@@ -114,10 +115,10 @@ def _prefill(problem: Problem, capability: tuple[int, int]) -> tuple[int, int, i
     """
     if operand(problem) == "float32":  # no tensor cores
         return 16, 16, 8
+    narrow = ITEMSIZE[problem.kv_dtype] == 1
     if max(padded(problem.head_dim), padded(problem.head_dim_v)) > 128:
-        return 64, 32 if capability >= (9, 0) else 16, 8
-    crowded = ITEMSIZE[problem.kv_dtype] == 1 or problem.softcap or problem.alibi
-    if crowded and capability < (9, 0):
+        return (64, 32, 8) if capability >= (9, 0) else (32 if narrow else 64, 16, 8)
+    if capability < (9, 0) and (narrow or problem.softcap or problem.alibi):
         return 64, 32, 8
     return 128, 64, 8
 
