@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from importlib import import_module
 
 from pagedkern._choice import Choice, choose
 from pagedkern.autotune.cli import options
@@ -34,8 +36,8 @@ def run(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     traffic = given.workload
     of = given.model or traffic.model or model(model_names()[0])
-    import torch  # so that a GPU is found  # noqa: F401
-
+    with suppress(ImportError):
+        import_module("torch")  # so that a GPU is found
     device = given.device or default_device()
     found = recommend(traffic, given.memory or machine.free_memory(device) // 2, model=of, device=device)
     kernels = {kind: _kernel(of, device, found.block_size, kind) for kind in ("decode", "prefill")}
