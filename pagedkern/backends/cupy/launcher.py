@@ -81,8 +81,8 @@ class CupyLauncher:
         extra = "cuda13" if (torch.version.cuda or "").startswith("13") else "cuda12"
         missing = []
         if not torch.cuda.is_available():
-            built = torch.version.cuda
-            missing.append("torch finds no CUDA device" if built else "this torch was built without CUDA")
+            without = f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch"
+            missing.append("torch finds no CUDA device" if torch.version.cuda else without)
         elif torch.cuda.get_device_capability()[0] < 8:
             missing.append(f"{torch.cuda.get_device_name()} is older than compute capability 8.0")
         if find_spec("cupy") is None:
