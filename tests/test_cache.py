@@ -96,6 +96,12 @@ def test_one_move_reads_before_it_writes() -> None:
             Plan([("copy", array("i", [0]), array("i", [1]))]),
             r"format 'i', 1 dimensions, accepted is a contiguous int64",
         ),
+        (Plan().add("copy", (0, 1)).add("copy", (2, 4), (3, 4)), "a copy move that names a destination twice"),
+        (Plan().add("copy", (0, 1)).add("swap_in", (0, 4), (1, 4)), "a swap_in move that names a destination twice"),
+        (
+            Plan([("swap_out", torch.tensor([[0]]), torch.tensor([[1]]))]).add("copy", (0, 1)),
+            "src has 2 dimensions, accepted is an int64 vector",
+        ),
     ],
 )
 def test_a_wrong_plan_changes_nothing(plan: Plan, words: str) -> None:
@@ -187,6 +193,8 @@ def test_layers_that_share_a_cache_are_copied_once() -> None:
             Plan([("copy", memoryview(array("q", [0, 1, 2]))[::2], array("q", [1, 2]))]),
             "strided, accepted is a contiguous",
         ),
+        (Plan([("copy",)]), r"plan: moves: accepted are tuples \(kind, src, dst\)"),  # type: ignore[list-item]
+        (Plan(None), "plan: moves: accepted are tuples"),  # type: ignore[arg-type]
         (Plan([(["copy"], array("q", [0]), array("q", [1]))]), r"a move of kind \['copy'\]"),
     ],
 )

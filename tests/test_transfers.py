@@ -156,6 +156,21 @@ def test_moves_of_other_blocks_wait_for_nothing() -> None:
     queues.finish()
 
 
+def test_what_is_after_a_transfer_that_was_broken_off_waits_for_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make()
+    queues = late(cache)
+
+    def broken(queue: str, work: Callable[[], object]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(queues, "run", broken)
+    with pytest.raises(KeyboardInterrupt):
+        cache.apply(Plan().add("swap_out", (0, 0)))
+    cache.apply()
+    assert queues.fences == [Fence(OUT, COMPUTE), Fence(COMPUTE, OUT)]
+    queues.finish()
+
+
 class Table(Plan):
     """A step that reads these blocks."""
 
@@ -228,6 +243,8 @@ def test_the_streams_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             calls.append((self.name, "waits for", event))
 
     class Pool:
+        device = torch.device("cuda", 1)
+
         def record_stream(self, stream: Stream) -> None:
             calls.append(("memory is kept for", stream.name))
 
@@ -240,7 +257,7 @@ def test_the_streams_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(f"current of {device}"))
-    queues = Streams(torch.device("cuda", 1), [Pool()])  # type: ignore[list-item]
+    queues = Streams([Pool()])  # type: ignore[list-item]
     queues.run(COMPUTE, lambda: calls.append(("kernel",)))
     event = queues.record(COMPUTE)
     assert calls == [("kernel",)], "without swaps there are no streams of our own"

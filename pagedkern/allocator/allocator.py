@@ -115,7 +115,7 @@ class BlockAllocator(Facts):
 
         Args:
             tokens: ids of up to 64 bits with a sign, or their number.
-            salt: a string, bytes, an int or None. Sequences with different salts share nothing.
+            salt: a string, bytes, an int of at most 4096 bits, or None. Sequences with different salts share nothing.
             priority: 0 to 3. When blocks are lacking, cached blocks of freed sequences of lower priority go first.
 
         Raises `OutOfBlocks`, whose message says how many blocks are needed and free. O(tokens).
@@ -366,7 +366,8 @@ class BlockAllocator(Facts):
         """Write each operation and its outcome to a text file, one JSON object a line, until `log_to(None)`.
 
         `python -m pagedkern.allocator.replay FILE` does them again and says where the outcome differs, so that a bug
-        report is one file. The log starts with a snapshot: nothing may be in flight. Slow: for finding faults.
+        report is one file. The log starts with a snapshot: nothing may be in flight. If the file cannot be written
+        later on, the log ends with a `RuntimeWarning`. Slow: for finding faults.
         """
         self._log = None if file is None else OperationLog(file, self.snapshot())
 

@@ -110,7 +110,10 @@ def tenant(salt: object) -> Salt:
     if isinstance(salt, bytes):
         return bytes(memoryview(salt))
     if isinstance(salt, int) and not isinstance(salt, bool):
-        return int.__index__(salt)
+        number = int.__index__(salt)
+        if number.bit_length() > 4096:  # Python does not turn much longer ones into text, for logs and digests
+            raise InvalidArgument(f"salt: got an int of {number.bit_length()} bits, accepted are at most 4096")
+        return number
     raise InvalidType(f"salt: got {type(salt).__name__}, a str, bytes, an int or None is accepted")
 
 

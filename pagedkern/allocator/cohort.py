@@ -130,7 +130,7 @@ class Cohort:
         self._slots, step._slots = slots, slots[:]
         self._lengths += _ones(32, rows)
         step.seq_lens = array("i", self._lengths.to_bytes(4 * rows, sys.byteorder))
-        step.cu_seqlens_q = self._cu_seqlens_q
+        step.cu_seqlens_q = self._cu_seqlens_q[:]
         step.num_tokens = rows
         step.max_seqlen_q = 1
         step._table = table.view

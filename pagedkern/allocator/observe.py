@@ -82,6 +82,11 @@ class EventLog:
         """A block is cached under its key no more."""
         self.changes.append(_Change("removed", memory, block, node, *key))
 
+    def keep_salts(self, nodes: set[int]) -> None:
+        """Forget the salts of other nodes, but for those that changes not looked at yet are under."""
+        nodes = nodes.union(change.parent for change in self.changes)
+        self.salts = {node: salt for node, salt in self.salts.items() if node in nodes}
+
     def cut(self, length: int) -> None:
         """Undo: the changes after the first `length` have not happened."""
         del self.changes[length:]

@@ -9,6 +9,7 @@ taken back is; then the next operation audits the state before it does anything,
 from __future__ import annotations
 
 import json
+import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -101,21 +102,21 @@ def look_again(core: Core, name: str) -> None:
 def transaction(self: BlockAllocator) -> Iterator[None]:
     """What `BlockAllocator.transaction` does."""
     assert self._thread == get_ident() or self._claim(), WRONG_THREAD
-    core, log = self._core, self._log
+    core = self._core
     if core.busy:
         look_again(core, "transaction")
     core.settle_cohorts()
     this = len(core.undo), dict(core.counts)
     core.transactions.append(this)
-    if log is not None:
-        log.write({"op": "begin"})
+    if self._log is not None:
+        self._log.write({"op": "begin"})
     try:
         yield
     except BaseException:
-        _leave(core, log, this, "rollback")
+        _leave(core, self._log, this, "rollback")
         raise
     else:
-        _leave(core, log, this, "end")
+        _leave(core, self._log, this, "end")
 
 
 def _leave(core: Core, log: OperationLog | None, this: Mark, how: str) -> None:
@@ -146,23 +147,33 @@ class OperationLog:
     """One JSON object a line: first the state at the start, then each operation with its arguments and its outcome.
 
     Sequences and plans are written as `{"seq": id}` and `{"plan": id}`: ids are the same when the operations are done
-    again.
+    again. Those of another allocator have id 0, which none has.
     """
 
     def __init__(self, file: TextIO, state: dict[str, Any]) -> None:
-        self._file = file
-        self.write({"op": "start", "state": state})
+        self._file: TextIO | None = file
+        self._put(file, {"op": "start", "state": state})
 
     def write(self, entry: dict[str, Any]) -> None:
-        """One line."""
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        """One line. If it cannot be written the log ends, with a warning: what the line tells of has been done."""
+        if self._file is None:
+            return
+        try:
+            self._put(self._file, entry)
+        except (OSError, ValueError) as error:  # the disk is full, the file has been closed
+            self._file = None
+            warnings.warn(f"log_to: the log ends here, it cannot be written: {error}", RuntimeWarning, stacklevel=2)
+
+    @staticmethod
+    def _put(file: TextIO, entry: dict[str, Any]) -> None:
+        file.write(json.dumps(entry) + "\n")
+        file.flush()
 
     def run(self, method: Callable[..., R], allocator: BlockAllocator, args: Any, kwargs: Any) -> R:
         """Do the operation and write it down, also if it raises."""
         args = [materialised(value) for value in args]  # encoding must not use up what iterates only once
         kwargs = {key: materialised(value) for key, value in kwargs.items()}
-        entry = {"op": method.__name__, "args": encode(args), "kwargs": encode(kwargs)}
+        entry = {"op": method.__name__, "args": encode(args, allocator), "kwargs": encode(kwargs, allocator)}
         allocator._log = None
         try:
             result = method(allocator, *args, **kwargs)
@@ -175,23 +186,21 @@ class OperationLog:
         return result
 
 
-def encode(value: Any) -> Any:
-    """Arguments as JSON."""
+def encode(value: Any, owner: BlockAllocator | None = None) -> Any:
+    """Arguments as JSON. `owner`: of the sequences and plans that a replay knows."""
     value = unpacked(value)
     if isinstance(value, Verdict):
         return value.value
-    if isinstance(value, Sequence):
-        return {"seq": value.id}
-    if isinstance(value, Plan):
-        return {"plan": value.id}
+    if isinstance(value, (Sequence, Plan)):
+        return {"seq" if isinstance(value, Sequence) else "plan": value.id if value._owner is owner else 0}
     if isinstance(value, bytes):
         return {"bytes": value.hex()}
     if isinstance(value, dict):
-        return {key: encode(item) for key, item in value.items()}
+        return {key: encode(item, owner) for key, item in value.items()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Iterable):
-        return [encode(item) for item in value]
+        return [encode(item, owner) for item in value]
     return {"repr": repr(value)}
 
 

@@ -82,8 +82,10 @@ class PrefixIndex:
         node = self._roots.get(key)
         if node is None:
             if len(self._roots) > 1024 + 2 * len(self.keys):  # forget the salts that no cached block is under
-                used = {parent for parent, _ in self._by_key}
+                used = {parent for index in (self, self.peer) if index is not None for parent, _ in index._by_key}
                 self._roots = {s: n for s, n in self._roots.items() if n in used}
+                if self.events is not None:
+                    self.events.keep_salts(used)
             self._roots[key] = node = self._number.take()
             if self.events is not None:
                 self.events.salts[node] = salt
@@ -265,7 +267,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forget everything, and with which node each salt begins."""
-        self.remove([b for b, key in enumerate(self.keys) if key is not None])
+        self.remove([b for _, b, _ in self.items()])
         self._undo.append((self._set_roots, (self._roots,)))
         self._roots = {}
 

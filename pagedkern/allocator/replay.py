@@ -1,7 +1,7 @@
 """Do the operations of a log again: `python -m pagedkern.allocator.replay FILE`.
 
 Prints the first operation whose outcome differs from the log, or after which an invariant is broken; exit status 1
-then.
+then, 2 if the file cannot be read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from array import array
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -17,7 +18,7 @@ from pagedkern.allocator.allocator import BlockAllocator
 from pagedkern.allocator.operation import outcome
 from pagedkern.allocator.sequence import Sequence
 from pagedkern.allocator.step import Plan
-from pagedkern.errors import AuditError, InvalidArgument, PagedKernError
+from pagedkern.errors import AuditError, InvalidArgument
 
 
 class _Rollback(Exception):
@@ -59,7 +60,7 @@ class Replay:
         args, kwargs = self._decode(entry["args"]), self._decode(entry["kwargs"])
         try:
             result = getattr(self.allocator, name)(*args, **kwargs)
-        except (PagedKernError, AssertionError) as error:
+        except Exception as error:
             return {"raises": type(error).__name__}
         for item in result if isinstance(result, list) else [result]:
             if isinstance(item, Plan):
@@ -74,14 +75,22 @@ class Replay:
         if not isinstance(value, dict):
             return value
         for key, make in (
-            ("seq", self._seqs.__getitem__),
-            ("plan", self._plans.__getitem__),
+            ("seq", self._seq),
+            ("plan", self._plan),
             ("bytes", bytes.fromhex),
             ("repr", _Foreign),
         ):
             if value.keys() == {key}:
                 return make(value[key])
         return {key: self._decode(item) for key, item in value.items()}
+
+    def _seq(self, ident: int) -> Sequence:
+        """The sequence; for one freed before the log began, or of another allocator, one that is stale as well."""
+        return self._seqs.get(ident) or Sequence(None, ident, [], array("q"), 0)
+
+    def _plan(self, ident: int) -> Plan:
+        """The plan; for one that landed before the log began, or of another allocator, one that is refused as well."""
+        return self._plans.get(ident) or Plan(None, ident, ())
 
 
 class _Foreign:
@@ -93,25 +102,40 @@ class _Foreign:
 
 def replay(lines: Iterable[str]) -> str | None:
     """None, or the first operation that does not do what it did, and how."""
-    it = iter(lines)
-    first = json.loads(next(it, "null"))
-    if not isinstance(first, dict) or first.get("op") != "start":
+    entries = map(_entry, lines)
+    first = next(entries, {})
+    if first.get("op") != "start":
         raise InvalidArgument("file: the first line is not the start of a log of operations")
-    follower = Replay(first["state"])
-    for number, line in enumerate(it, 2):
-        entry = json.loads(line)
+    follower = Replay(first.get("state", {}))
+    for number, entry in enumerate(entries, 2):
+        if "op" not in entry:
+            raise InvalidArgument(
+                f"file: line {number} is no operation, or was cut off; all before it are as in the log"
+            )
         difference = follower.follow(entry)
         if difference is not None:
             return f"line {number}, {entry['op']}: {difference}"
     return None
 
 
+def _entry(line: str) -> dict[str, Any]:
+    """Empty if the line is not whole."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m pagedkern.allocator.replay", description=__doc__)
     parser.add_argument("file", help="written by BlockAllocator.log_to")
-    with open(parser.parse_args(argv).file) as file:
-        difference = replay(file)
+    try:
+        with open(parser.parse_args(argv).file) as file:
+            difference = replay(file)
+    except (OSError, UnicodeDecodeError, InvalidArgument) as error:
+        parser.error(str(error))
     sys.stdout.write(f"{difference or 'every operation gave what the log has, and every audit passed'}\n")
     return int(difference is not None)
 

@@ -104,7 +104,7 @@ class KVCache:
             for device_pool, host_pool in zip(pools, host, strict=True)
             for pair in zip(device_pool.unbind(0), host_pool.unbind(0), strict=True)
         ]
-        self._transfers = Transfers(Streams(where, pools) if where.type == "cuda" else Immediate())
+        self._transfers = Transfers(Streams(pools) if where.type == "cuda" else Immediate())
 
     @classmethod
     def from_layers(cls, layers: Sequence[tuple[ArrayLike, ArrayLike]]) -> KVCache:
@@ -196,12 +196,17 @@ class KVCache:
         far as no `block_table` among `plans` names their blocks: so give a step together with the plans before it. The
         allocator's `commit` need not wait for the GPU.
 
+        All moves are made before the kernels that follow, so put a step last. What is on another current stream than at
+        the call before is to be ordered behind that one, as always with torch (`wait_stream`). Not to be captured in a
+        CUDA graph: capture the kernels, and copy what `inputs` gives into the graph's own tensors.
+
         Args:
             plans: `Step` and `Plan` of the allocator, `Batch` of the scheduler, in the order in which they were made.
 
         Raises:
-            InvalidArgument (BlockIndexError): a move of unknown kind, with lists of unequal length, or with a block id
-                outside its pool. All moves are checked before the first is carried out.
+            InvalidArgument (BlockIndexError): a move of unknown kind, with lists of unequal length, with a block id
+                outside its pool, or with a destination named twice. All moves are checked before the first is carried
+                out.
         """
         moves = [move for plan in plans for move in moves_of(plan, self.num_blocks, self.num_host_blocks)]
         self._transfers.begin()

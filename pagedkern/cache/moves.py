@@ -44,11 +44,15 @@ def moves_of(plan: object, num_blocks: int, num_host_blocks: int) -> list[Move]:
 
     Raises:
         InvalidArgument (BlockIndexError): a move of unknown kind, with lists of unequal length, or with a block id
-            outside its pool.
+            outside its pool, or with a destination named twice.
     """
     if not hasattr(plan, "moves"):
         raise InvalidType(f"plan: got {type(plan).__name__}, accepted is a Step or Plan of the allocator")
-    moves = [Move(kind, _ids(kind, "src", src), _ids(kind, "dst", dst)) for kind, src, dst in plan.moves]
+    try:
+        given = [(kind, src, dst) for kind, src, dst in plan.moves]
+    except (TypeError, ValueError):
+        raise InvalidType("plan: moves: accepted are tuples (kind, src, dst), several of them") from None
+    moves = [Move(kind, _ids(kind, "src", src), _ids(kind, "dst", dst)) for kind, src, dst in given]
     for move in moves:
         _check(move, num_blocks, num_host_blocks)
     return [move for move in moves if len(move.src)]
@@ -72,12 +76,16 @@ def _check(move: Move, num_blocks: int, num_host_blocks: int) -> None:
             raise BlockIndexError(
                 f"plan: got {name} block {int(ids[at])} at place {at} of a {kind} move, accepted is {accepted}"
             )
+    if len(set(dst.tolist())) < len(dst):
+        check.refuse("plan", f"a {kind} move that names a destination twice", "each destination once")
 
 
 def _ids(kind: str, name: str, buffer: Any) -> Tensor:
     """An int64 buffer (array, memoryview) of a plan as a tensor on the host, without a copy."""
     if isinstance(buffer, Tensor):
         check.dtype(f"plan, {name} of a {kind} move", buffer, torch.int64)
+        if buffer.dim() != 1:
+            check.refuse("plan", f"a {kind} move whose {name} has {buffer.dim()} dimensions", "an int64 vector")
         return buffer.cpu()
     try:
         view = memoryview(buffer)

@@ -43,14 +43,13 @@ class Streams:
     carries both ways at a time.
 
     Args:
-        device: the GPU.
-        pools: tensors on it that swaps read and write. Their memory is not given to anybody else before the streams
-            are done with it, even if the last reference goes while a swap is under way. (torch sees to that for pinned
-            memory by itself.)
+        pools: tensors on one GPU that swaps read and write. Their memory is not given to anybody else before the
+            streams are done with it, even if the last reference goes while a swap is under way. (torch sees to that
+            for pinned memory by itself.)
     """
 
-    def __init__(self, device: torch.device, pools: Sequence[Tensor]) -> None:
-        self._device = device
+    def __init__(self, pools: Sequence[Tensor]) -> None:
+        self._device = pools[0].device  # with its index: the current device may be another one when swaps come
         self._pools = pools
         self._side: dict[str, torch.cuda.Stream] = {}  # made by the first swap
 

@@ -58,8 +58,10 @@ class Transfers:
         self._queues.wait(queue, self._computed)  # rule 2
         source, target = set(reads), set(writes)
         self._keep_order(queue, source, target)
-        self._queues.run(queue, work)
-        self._pending.append(_Transfer(queue, self._queues.record(queue), source, target))
+        try:
+            self._queues.run(queue, work)
+        finally:  # part of it may be under way even if it raises
+            self._pending.append(_Transfer(queue, self._queues.record(queue), source, target))
 
     def _keep_order(self, queue: str, reads: set[int], writes: set[int]) -> None:
         """Rule 3."""

@@ -67,7 +67,8 @@ def can_start(state: State, request: Request) -> bool:
     """Whether the first that does not run may run now: the watermark is kept, and what is promised to others, unless
     nothing runs that could grow.
 
-    O(requests that run) if no block has become free since it was refused, else O(tokens) more.
+    O(requests that run) if no block has become free and no prompt been computed since it was refused, else O(tokens)
+    more.
     """
     if not state.running:
         return True

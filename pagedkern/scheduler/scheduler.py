@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from pagedkern.allocator import BlockAllocator, Verdict
-from pagedkern.allocator.arguments import Salt, Tokens, integer, tenant, token_ids
+from pagedkern.allocator.arguments import MAX_TOKENS, Salt, Tokens, integer, tenant, token_ids
 from pagedkern.errors import InvalidArgument, InvalidType
 from pagedkern.scheduler import audit, outcome, planner
 from pagedkern.scheduler.batch import Batch
@@ -30,10 +30,10 @@ class Scheduler:
             for sample in scheduler.complete(batch, tokens):
                 ...                                    # sample.tokens, sample.finish_reason
 
-    **Who runs.** Every batch computes one token for each sample that decodes, and fills the rest of the token budget
-    with prompts, in chunks if need be, all in the order of arrival. A waiting request is admitted when there are blocks
-    for its prompt and one for each further sample, the allocator's watermark kept; nobody overtakes. First tokens
-    therefore come in the order of arrival.
+    **Who runs.** Every batch computes one token for each sample that decodes, as far as the token budget reaches, and
+    fills the rest of it with prompts, in chunks if need be, all in the order of arrival. A waiting request is admitted
+    when there are blocks for its prompt and one for each further sample, the allocator's watermark kept; nobody
+    overtakes. First tokens therefore come in the order of arrival.
 
     **Who makes room.** When blocks are lacking, the request that arrived last is preempted, by swapping its blocks to
     the host or by giving them up and computing them again. It is resumed before anybody is admitted. Swaps never hold
@@ -85,10 +85,11 @@ class Scheduler:
     # Requests.
 
     def can_add(self, num_tokens: int, *, max_tokens: int, n: int = 1) -> Verdict:
-        """Whether a request with a prompt of so many tokens could run: `NEVER` if `add` would refuse it, `OK` if the
-        next batch would take it up (what the prefix cache has is not counted), else `LATER`. O(1).
+        """Whether a request with a prompt of so many tokens could run: `NEVER` if `add` would refuse it, `OK` if it
+        would be the next to start and there is room (what the prefix cache has is not counted), else `LATER`. The next
+        batch takes it up then, if its token budget reaches. O(requests that run).
         """
-        prompt, last = integer("num_tokens", num_tokens, 1), integer("max_tokens", max_tokens, 1)
+        prompt, last = integer("num_tokens", num_tokens, 1, MAX_TOKENS), integer("max_tokens", max_tokens, 1)
         count, state = integer("n", n, 1), self._state
         allocator = state.allocator
         verdict = allocator.can_allocate(prompt, spare_blocks=state.num_promised + count - 1)
@@ -100,10 +101,11 @@ class Scheduler:
 
     def most_blocks(self, num_tokens: int, *, max_tokens: int, n: int = 1) -> int:
         """Blocks that a request with a prompt of so many tokens can need, alone and to its end: the smallest pool that
-        it can run in, watermark aside. The last token is sampled, but never written. O(n).
+        it can run in, watermark aside. The last token is sampled, but never written. O(1).
         """
         prompt, last = integer("num_tokens", num_tokens, 1), integer("max_tokens", max_tokens, 1)
-        return self._state.blocks_of(prompt, [prompt + last - 1] * integer("n", n, 1))
+        shared = prompt // self.allocator.block_size  # as in `State.blocks_of`
+        return shared + integer("n", n, 1) * (self._state.blocks_for(prompt + last - 1) - shared)
 
     def add(
         self,

@@ -77,8 +77,6 @@ class State:
 
     def blocks_of(self, prompt: int, lengths: list[int]) -> int:
         """The blocks of samples of these lengths, prompt included, that share the full blocks of their prompt."""
-        if len(lengths) == 1:
-            return self.blocks_for(lengths[0])
         shared = prompt // self.allocator.block_size
         return shared + sum(self.blocks_for(length) - shared for length in lengths)
 

@@ -13,7 +13,7 @@ import pytest
 
 from pagedkern.allocator import BlockAllocator, Sequence
 from pagedkern.allocator.replay import main, replay
-from pagedkern.errors import InvalidArgument, OutOfBlocks
+from pagedkern.errors import InvalidArgument, OutOfBlocks, StaleSequence
 from tests.allocator.world import ACTIONS, World
 
 
@@ -263,6 +263,93 @@ def test_the_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "line 5, create: gives {'raises': 'OutOfBlocks'}" in capsys.readouterr().out
     with pytest.raises(InvalidArgument, match="not the start of a log"):
         replay(["{}"])
+
+
+def test_a_log_of_wrong_calls_is_replayed() -> None:
+    """Handles freed before the log began, handles of another allocator, plans that have landed, no arguments."""
+    allocator, file = BlockAllocator(8, 4), io.StringIO()
+    freed, landed = allocator.create(3), allocator.create(3)
+    step = allocator.prefill([landed])
+    allocator.commit(step)
+    allocator.free(freed)
+    other = BlockAllocator(8, 4)
+    foreign = [other.create(3) for _ in range(2)]
+    plan = other.prefill(foreign)
+    allocator.log_to(file)
+    for call in (
+        lambda: allocator.free(freed),
+        lambda: allocator.append([landed, freed]),
+        lambda: allocator.free(foreign[1]),
+        lambda: allocator.swap_out(foreign),
+        lambda: allocator.commit(step),
+        lambda: allocator.abort(plan),
+        lambda: allocator.create(),  # type: ignore[call-arg]
+    ):
+        with pytest.raises((InvalidArgument, StaleSequence, TypeError)):
+            call()
+    lines = file.getvalue().splitlines()
+    assert [json.loads(line)["raises"] for line in lines[1:]] == [
+        *["StaleSequence"] * 4,
+        *["InvalidArgument"] * 2,
+        "TypeError",
+    ]
+    assert replay(lines) is None
+
+
+def test_a_log_that_cannot_be_written_ends_and_disturbs_nothing() -> None:
+    allocator, file = BlockAllocator(8, 4), io.StringIO()
+    allocator.log_to(file)
+    file.close()
+    with pytest.warns(RuntimeWarning, match="the log ends here"):
+        seq = allocator.create(3)
+    allocator.free(seq)
+    allocator.log_to(other := io.StringIO())
+    with allocator.transaction():
+        allocator.create(3)
+        allocator.log_to(None)
+        other.close()
+    allocator.check()
+    assert len(allocator.sequences) == 1
+
+
+def test_a_file_that_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.jsonl"
+    with path.open("w") as file:
+        allocator = BlockAllocator(8, 4)
+        allocator.log_to(file)
+        allocator.create(3)
+    whole = path.read_text()
+    for text, words in (
+        (whole[:-5], "line 2 is no operation, or was cut off"),
+        ("", "not the start of a log"),
+        ('{"op": "start"}', "not a snapshot"),
+        (None, "No such file"),
+    ):
+        path.write_text(text) if text is not None else path.unlink()
+        with pytest.raises(SystemExit) as caught:
+            main([str(path)])
+        assert caught.value.code == 2
+        assert words in capsys.readouterr().err
+
+
+def test_salts_that_nothing_is_cached_under_are_forgotten() -> None:
+    allocator = BlockAllocator(4, 4, num_host_blocks=1)
+    allocator.record_events()
+    seq = computed(allocator, [1, 2, 3, 4], "host")
+    allocator.commit(allocator.swap_out([seq]))
+    allocator.free(seq)
+    allocator.free(allocator.create(16))  # the device forgets it
+    assert [(e.kind, e.memory) for e in allocator.events] == [
+        ("stored", "device"),
+        ("stored", "host"),
+        ("removed", "device"),
+    ]
+    for salt in range(3000):
+        allocator.free(allocator.create([1], salt=salt))
+    events = allocator._core.events
+    assert events is not None
+    assert len(events.salts) < 1500
+    assert allocator.create([1, 2, 3, 4, 5], salt="host").num_cached_tokens == 4, "the host still has it"
 
 
 def test_events_wait_for_the_end_of_the_outermost_transaction() -> None:

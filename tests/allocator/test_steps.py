@@ -187,7 +187,8 @@ def test_callers_may_overwrite_what_belongs_to_their_step_alone() -> None:
         step = allocator.append(seqs, [token, token])
         assert list(step.seq_lens) == [4 + token, 7 + token]
         assert [slot % 4 for slot in step.slot_mapping] == [(3 + token) % 4, (6 + token) % 4]
-        step.seq_lens[0] = step.slot_mapping[0] = -7
+        assert list(step.cu_seqlens_q) == [0, 1, 2]
+        step.seq_lens[0] = step.slot_mapping[0] = step.cu_seqlens_q[1] = -7
     allocator.check()
 
 

@@ -80,6 +80,7 @@ WRONG: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "create too large": (lambda s: s.a.create(10**6), OutOfBlocks, "250000 blocks needed"),
     "salt list": (lambda s: s.a.create(1, salt=[]), InvalidType, "salt: got list"),
     "salt bool": (lambda s: s.a.create(1, salt=True), InvalidType, "salt: got bool"),
+    "salt huge": (lambda s: s.a.create(1, salt=1 << 4096), InvalidArgument, "salt: got an int of 4097 bits"),
     "salt float": (lambda s: s.a.create(1, salt=1.0), InvalidType, "salt: got float"),
     "priority 4": (lambda s: s.a.create(1, priority=4), InvalidArgument, "priority: got 4, accepted is from 0 to 3"),
     "priority -1": (lambda s: s.a.create(1, priority=-1), InvalidArgument, "priority: got -1"),

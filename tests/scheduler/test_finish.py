@@ -137,6 +137,24 @@ def test_a_group_is_admitted_with_the_last_blocks_of_its_samples(
     assert ours[1] <= theirs[1]
 
 
+def test_a_prompt_is_taken_up_as_soon_as_others_have_computed_its_beginning() -> None:
+    """Alone it had no room; sharing what the first has computed since, it has, though no block has become free."""
+    engine = Engine(20, 4)
+    requests = [engine.scheduler.add([*range(40), i], max_tokens=20) for i in range(2)]
+    engine.step()
+    assert [request.state for request in requests] == ["running", "waiting"]
+    engine.step()
+    assert [request.state for request in requests] == ["running", "running"]
+    assert requests[1].num_cached_tokens == 40
+    engine.run()
+
+
+def test_a_request_of_very_many_samples_takes_no_memory_to_refuse() -> None:
+    scheduler = Engine(8, 4).scheduler
+    assert scheduler.most_blocks(9, max_tokens=1, n=10**12) == 2 + 10**12
+    assert scheduler.can_add(9, max_tokens=1, n=10**12) is Verdict.NEVER
+
+
 def test_can_add_says_what_the_next_batch_does() -> None:
     for free in range(12):
         for prompt, n in ((4, 1), (5, 2), (8, 4), (9, 5), (13, 3)):
