@@ -61,6 +61,12 @@ class Core:
         self.events = self.prefix.events = self.host.prefix.events = events
         events.salts.update((node, salt) for salt, node in self.prefix.salts())
 
+    def compact(self) -> None:
+        """Bound the memory of what grows. Called before operations, when there is nothing to be undone."""
+        self.pool.compact()
+        if self.host.refs:
+            self.host.compact()
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

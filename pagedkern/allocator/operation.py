@@ -65,6 +65,8 @@ def operation(
         mark = len(undo)
         try:
             core.busy = RUNNING
+            if not undo:
+                core.compact()
             result = method(self, *args, **kwargs)
             if not core.transactions:
                 undo.clear()

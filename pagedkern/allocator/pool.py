@@ -334,9 +334,13 @@ class BlockPool:
         self.holds[b] = self.holds.get(b, 0) + 1
 
     def compact(self) -> None:
-        """Bound the memory of the idle queues. Called between operations."""
-        for queue in self._idle[: self._top + 1]:
-            queue.compact(len(self.refs))
+        """Bound the memory of the idle queues. Called between operations, when nothing is left to be undone."""
+        limit = len(self.refs)
+        if not self._top:
+            self._idle[0].compact(limit)
+            return
+        for queue in self._idle:
+            queue.compact(limit)
 
     def cached(self, key: Key | None) -> int | None:
         """The block that is cached under a key."""

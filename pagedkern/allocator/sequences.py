@@ -34,8 +34,6 @@ def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, p
     free = pool.num_free - (pool.num_idle_of(hits) if hits else 0)
     if missing > free:
         raise OutOfBlocks(f"create: {missing} blocks needed beside {len(hits)} cached ones, {free} free")
-    if not core.undo:
-        pool.compact()
     if hits:
         pool.retain(hits)
     fresh = pool.take(missing)

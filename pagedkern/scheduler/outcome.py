@@ -43,7 +43,7 @@ def complete(state: State, batch: Batch, tokens: list[int], stopped: Collection[
     for sample, token in new:
         sample.tokens.append(token)
     state.counts["tokens_scheduled"] += batch.num_tokens
-    if any(row.start < len(row.sample.request.prompt) for row in batch.rows):
+    if batch.rows and batch.rows[-1].start < len(batch.rows[-1].sample.request.prompt):  # prompts come last
         state.refusal = (0, 0)  # the first in the queue may find more of its prompt in the prefix cache now
     state.batch = None
     return list(reasons)

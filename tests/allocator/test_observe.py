@@ -14,6 +14,7 @@ import pytest
 from pagedkern.allocator import BlockAllocator, Sequence
 from pagedkern.allocator.replay import main, replay
 from pagedkern.errors import InvalidArgument, OutOfBlocks, StaleSequence
+from pagedkern.scheduler import Scheduler
 from tests.allocator.world import ACTIONS, World
 
 
@@ -350,6 +351,29 @@ def test_salts_that_nothing_is_cached_under_are_forgotten() -> None:
     assert events is not None
     assert len(events.salts) < 1500
     assert allocator.create([1, 2, 3, 4, 5], salt="host").num_cached_tokens == 4, "the host still has it"
+
+
+@pytest.mark.parametrize("policy", ["swap", "recompute"])
+def test_memory_of_the_queues_is_bounded_in_any_use(policy: str) -> None:
+    """A scheduler creates sequences within transactions only; an engine may also swap, and create none."""
+    allocator = BlockAllocator(48, 4, num_host_blocks=48)
+    scheduler = Scheduler(allocator, policy=policy)
+    generator = random.Random(0)
+    for _ in range(1500):
+        if len(scheduler.waiting) < 3:
+            scheduler.add([generator.randrange(999) for _ in range(20)], max_tokens=generator.randint(5, 60))
+        batch = scheduler.schedule()
+        scheduler.complete(batch, [generator.randrange(999) for _ in batch.outputs])
+    core = allocator._core
+    assert core.pool.num_evicted > 3000
+    assert max(len(queue._entries) for pool in (core.pool, core.host) for queue in pool._idle) < 2200
+    allocator = BlockAllocator(8, 4, num_host_blocks=8)
+    seq = computed(allocator, list(range(32)))
+    for _ in range(500):
+        allocator.commit(allocator.swap_out([seq]))
+        allocator.commit(allocator.swap_in([seq]))
+    core = allocator._core
+    assert max(len(queue._entries) for pool in (core.pool, core.host) for queue in pool._idle) < 2200
 
 
 def test_events_wait_for_the_end_of_the_outermost_transaction() -> None:
