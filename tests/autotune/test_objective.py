@@ -24,7 +24,7 @@ SHARE = {8: 0.70, 16: 0.80, 32: 0.86, 64: 0.885, 128: 0.895, 256: 0.90}  # of a 
 GPU = Rates(3e12, 400e12, 25e9, {b: Speed(3e12 * s, 5e-6, 200e12) for b, s in SHARE.items()})
 PLAYED = {  # memory of the cache in bytes, and requests: enough for chance to be less than what block sizes differ by
     "chat": (4 * 10**9, 300), "code": (8 * 10**9, 400), "long-context": (32 * 10**9, 200),
-    "retrieval": (16 * 10**9, 600), "parallel-sampling": (4 * 10**9, 200), "beam": (4 * 10**9, 120),
+    "retrieval": (16 * 10**9, 400), "parallel-sampling": (4 * 10**9, 150), "beam": (4 * 10**9, 80),
 }  # fmt: skip
 
 
