@@ -352,6 +352,9 @@ class BlockAllocator(Facts):
     def restore(cls, state: dict[str, Any]) -> BlockAllocator:
         """The allocator of a `snapshot`; its sequences, with the same ids, are in `sequences`.
 
+        A snapshot says in which blocks keys and values are, not what they are: restore it only where the memory of the
+        blocks is as it was.
+
         `InvalidArgument` for what is not a snapshot of this version, with the field at fault if it is damaged.
         """
         allocator = cls(**snapshot.shape(state))
