@@ -118,7 +118,7 @@ def write_kv(backend: str, device: str) -> str | None:
         k, v = (torch.randn(3, 2, 72, device=device).bfloat16() for _ in range(2))
         slots = torch.tensor([5, -1, 33], device=device)
         factors = {"k_scale": (0.25, 0.5), "v_scale": (2.0, 0.125)} if "k_scale" in problem.args else {}
-        scales = {name: torch.tensor(values, device=device) for name, values in factors.items()}
+        scales: dict[str, Any] = {name: torch.tensor(values, device=device) for name, values in factors.items()}
         results = []
         for name in ("reference", backend):
             caches = [problem.args[c].clone() for c in ("k_cache", "v_cache")]
