@@ -192,7 +192,6 @@ def _launched(cell: Cell) -> list[Any]:
     driver.set_active(_Driver(cell.capability))
     capability = divmod(cell.capability, 10)
     launch.native_fp8.cache_clear()  # both of these remember what is so for a device, and all cells have the same one
-    launch._compiled.clear()
     launch._compiled.clear()  # what is compiled already would be launched
     with (
         mock.patch.object(JITFunction, "run", compile_only),

@@ -88,7 +88,7 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfi
       to be busy (bandwidth times latency).
     - `span`: so long that the partial results of a span are 1/32 of its K and V or less, from 256 to 2048 keys.
     - `rows`: the group, in tiles of 16 to 64 rows for the tensor cores; of 4 at most for float32, which runs without
-      them.
+      them. 8 `warps` where 4 have no registers for that: above 8192 numbers of the rows' q or sum.
     - Prefill: see `_prefill`.
     """
     size, narrow = ITEMSIZE[problem.kv_dtype], operand(problem) != "float32"
@@ -96,29 +96,33 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfi
     tile = min(64 if size == 1 else 128, BYTES_IN_FLIGHT // ((d + e) * size), 8192 // max(d, e))
     tile = max(16, floor_power(tile))
     roomy = SHARED_MEMORY.get(capability, 99) > 99
-    rows, keys, warps = _prefill(problem, capability)
+    rows = min(64, max(16, ceil_power(problem.group))) if narrow else min(4, ceil_power(problem.group))
+    prefill_rows, prefill_tile, prefill_warps = _prefill(problem, capability)
     return TritonConfig(
         tile=tile,
         span=min(2048, max(256, ceil_power(problem.group * 128 // size))),
-        rows=min(64, max(16, ceil_power(problem.group))) if narrow else min(4, ceil_power(problem.group)),
+        rows=rows,
+        warps=8 if rows * max(d, e) > 8192 else 4,
         stages=(4 if size == 1 else 3) if roomy else 2,
-        prefill_rows=rows,
-        prefill_tile=keys,
-        prefill_warps=warps,
+        prefill_rows=prefill_rows,
+        prefill_tile=prefill_tile,
+        prefill_warps=prefill_warps,
     )
 
 
 def _prefill(problem: Problem, capability: tuple[int, int]) -> tuple[int, int, int]:
     """Rows, keys and warps of the prefill kernel: what fits into registers without spills, as compiled.
 
-    Before compute capability 9.0 tensor cores take K and V from registers, where the quantized are also converted.
+    Before compute capability 9.0 tensor cores take K and V from registers, where the quantized are also converted, and
+    a q of two parts takes more of them.
     """
     if operand(problem) == "float32":  # no tensor cores
         return 16, 16, 8
     narrow = ITEMSIZE[problem.kv_dtype] == 1
     if max(padded(problem.head_dim), padded(problem.head_dim_v)) > 128:
         return (64, 32, 8) if capability >= (9, 0) else (32 if narrow else 64, 16, 8)
-    if capability < (9, 0) and (narrow or problem.softcap or problem.alibi):
+    in_parts = split_columns(problem.head_dim, wide=False)[1] > 0
+    if capability < (9, 0) and (narrow or in_parts or problem.softcap or problem.alibi):
         return 64, 32, 8
     return 128, 64, 8
 

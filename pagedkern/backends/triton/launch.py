@@ -62,13 +62,18 @@ class Launch(NamedTuple):
             return
         kernel = self.kernel[self.grid](
             *self.tensors, *self.numbers, *self.constants,
-            num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True,
+            num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True, maxnreg=_registers(self.warps),
         )  # fmt: skip
         if isinstance(kernel, CompiledKernel):  # the interpreter returns nothing
             _compiled[key] = kernel
 
 
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+
+
+def _registers(warps: int) -> int:
+    """Registers of a thread. Left to itself, ptxas spills a few to let more programs reside on a multiprocessor."""
+    return min(255, 65536 // (32 * warps))
 
 
 @cache
