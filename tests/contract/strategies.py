@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from tests.contract.problems import LAYOUTS, Q_LAYOUTS, QUANTIZED, Spec
+from tests.contract.targets import SAMPLED, Target
 
 FLOATS = ("float32", "float16", "bfloat16")
 lengths = st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 700]))
@@ -65,3 +66,31 @@ def shortened(spec: Spec) -> Spec:
     seq_lens = tuple(n if n < 80 else 80 + n % 80 for n in spec.seq_lens[:3])
     query_lens = None if spec.query_lens is None else tuple(q if q < 8 else 8 + q % 8 for q in spec.query_lens[:3])
     return replace(spec, heads=group * kv_heads, kv_heads=kv_heads, seq_lens=seq_lens, query_lens=query_lens)
+
+
+def fitted(target: Target, spec: Spec, most: int = 1_000_000) -> Spec:
+    """What a target is given instead of a random spec: shorter where it runs a sample, `limited` where it is slow."""
+    sampled = target.emulated and target.name in SAMPLED
+    return limited(target, shortened(spec) if sampled else spec, most)
+
+
+def limited(target: Target, spec: Spec, most: int) -> Spec:
+    """The same with fewer queries, heads and tokens, where a slow target would multiply more than `most` times."""
+    while target.slow and _work(spec) > most:
+        queries = spec.query_lens or (1,) * len(spec.seq_lens)
+        if max(queries) > 3:
+            spec = replace(spec, query_lens=tuple(-(-q // 2) for q in queries))
+        elif spec.kv_heads > 1:
+            spec = replace(spec, kv_heads=1, heads=spec.heads // spec.kv_heads)
+        elif max(spec.seq_lens) > 40:
+            spec = replace(spec, seq_lens=tuple(n - n // 2 for n in spec.seq_lens))
+        else:
+            break
+    return spec
+
+
+def _work(spec: Spec) -> int:
+    """Multiplications: of every query with every key, and of every weight with every value."""
+    queries = spec.query_lens or (1,) * len(spec.seq_lens)
+    pairs = sum(q * n for q, n in zip(queries, spec.seq_lens, strict=True))
+    return spec.heads * pairs * (spec.head_dim + spec.dim_v)

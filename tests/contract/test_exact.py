@@ -10,6 +10,7 @@ import pytest
 from tests.contract.checks import check_exact, clause
 from tests.contract.pairwise import pairwise
 from tests.contract.problems import LAYOUTS, Q_LAYOUTS, QUANTIZED, Spec, build
+from tests.contract.strategies import limited
 from tests.contract.targets import Target
 
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 16, 20, 128)
@@ -71,7 +72,7 @@ def ids(spec: Spec) -> str:
 
 @pytest.mark.parametrize("number", range(len(GRID)))
 def test_grid(target: Target, number: int) -> None:
-    check_exact(target, spec_of(GRID[number], seed=number))
+    check_exact(target, limited(target, spec_of(GRID[number], seed=number), 4_000_000))
 
 
 @pytest.mark.parametrize("head_dim", range(16, 257, 8))
@@ -129,7 +130,7 @@ def test_every_query_length(target: Target) -> None:
 @pytest.mark.parametrize("query_len", [127, 128, 129, 257, 600])
 def test_long_prefill(target: Target, query_len: int) -> None:
     spec = Spec(heads=3, kv_heads=1, head_dim=24, seq_lens=(query_len, query_len + 700), query_lens=(query_len,) * 2)
-    check_exact(target, spec)
+    check_exact(target, limited(target, spec, 4_000_000))
 
 
 FEATURES: list[dict[str, Any]] = [
@@ -180,8 +181,9 @@ def test_every_config(target: Target, spec: Spec) -> None:
         target.check_support(call)
         configs = target.configs(call)
         assert configs, "no configuration, not even the default"
+        small = limited(target, spec, 300_000)
         for config in configs:
-            check_exact(replace(target, config=config), spec)
-            check_exact(replace(target, config=config.to_dict()), spec)
+            check_exact(replace(target, config=config), small)
+            check_exact(replace(target, config=config.to_dict()), small)
 
     check()

@@ -13,15 +13,11 @@ import pagedkern
 from tests.contract.cache_checks import check_copy, check_write
 from tests.contract.checks import check_batch_invariant, check_exact, check_no_leak, check_placement, check_whole
 from tests.contract.problems import Spec, build, contents
-from tests.contract.strategies import shortened, small_specs, specs
-from tests.contract.targets import SAMPLED, Refused, Result, Target
+from tests.contract.strategies import fitted, small_specs, specs
+from tests.contract.targets import Refused, Result, Target
 from tests.contract.test_small_ops import scales_of
 
 FEWER = settings(max_examples=max(10, settings().max_examples // 3))
-
-
-def fitted(target: Target, spec: Spec) -> Spec:
-    return shortened(spec) if target.emulated and target.name in SAMPLED else spec
 
 
 @given(spec=specs())
@@ -51,7 +47,7 @@ def test_placement_free(target: Target, spec: Spec) -> None:
 @given(spec=small_specs(), other=small_specs())
 def test_batch_invariant(target: Target, spec: Spec, other: Spec) -> None:
     """Beside neighbours of any length."""
-    spec, other = fitted(target, spec), fitted(target, other)
+    spec, other = fitted(target, spec, 200_000), fitted(target, other, 200_000)
     lens = (other.seq_lens, other.query_lens or (1,) * len(other.seq_lens))
     neighbours = contents(replace_lengths(spec, *lens))
     check_batch_invariant(target, spec, neighbours)

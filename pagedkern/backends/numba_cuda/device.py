@@ -6,6 +6,8 @@ parameters, and offsets are 64-bit numbers that the kernel computes.
 
 from __future__ import annotations
 
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
@@ -16,7 +18,21 @@ from numba.cuda.extending import intrinsic
 inlined = cuda.jit(device=True, forceinline=True)
 """Decorator of device functions. Inlined, so that small local arrays of the caller stay in registers."""
 
-I16, I32, I64, F16, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
+SOURCES = sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
+
+
+def instruction(definition: Any) -> Any:
+    """Numba's `@intrinsic`, with a name that stays.
+
+    Numba finds a compiled kernel on disk by the bytes of all that the kernel refers to. Those of an intrinsic hold a
+    number that is drawn anew in every process, so that nothing would ever be found. This one changes with the files of
+    this folder instead, all of which go into a kernel. For the same reason llvmlite's types are made where they are
+    used: they change when they are printed.
+    """
+    made = intrinsic(definition)
+    if hasattr(made, "_set_uuid"):
+        made._set_uuid(f"{__name__}.{definition.__name__} {SOURCES}")
+    return made
 
 
 # ---- Vectors: of 16 bytes, the widest access there is, or fewer. Addresses are multiples of the vector's size. -----
@@ -50,7 +66,7 @@ class _Vector:
         return self.word.width // self.bits
 
 
-@intrinsic
+@instruction
 def copy_vector(typingctx: Any, dst: Any, i: Any, src: Any, j: Any, count: Any) -> Any:
     """dst[i : i+count] = src[j : j+count] from memory to memory: by one load and one store.
 
@@ -66,7 +82,7 @@ def copy_vector(typingctx: Any, dst: Any, i: Any, src: Any, j: Any, count: Any) 
     return types.void(dst, types.int64, src, types.int64, count), codegen
 
 
-@intrinsic
+@instruction
 def load_vector(typingctx: Any, registers: Any, i: Any, src: Any, j: Any, count: Any) -> Any:
     """registers[i : i+count] = src[j : j+count] by one load, into a local array that lives in registers."""
     to, of = _Vector(registers, count), _Vector(src, count)
@@ -74,7 +90,7 @@ def load_vector(typingctx: Any, registers: Any, i: Any, src: Any, j: Any, count:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = builder.load(of.address(context, builder, args[2], args[3]), align=of.size)
         for n in range(of.lanes):
-            word = builder.extract_element(words, I32(n // of.per_word))
+            word = builder.extract_element(words, ir.IntType(32)(n // of.per_word))
             bits = builder.lshr(word, of.word(n % of.per_word * of.bits))
             target = to.element(context, builder, args[0], args[1], n)
             code = builder.trunc(bits, ir.IntType(of.bits)) if of.bits < of.word.width else bits
@@ -84,7 +100,7 @@ def load_vector(typingctx: Any, registers: Any, i: Any, src: Any, j: Any, count:
     return types.void(registers, types.int64, src, types.int64, count), codegen
 
 
-@intrinsic
+@instruction
 def store_vector(typingctx: Any, dst: Any, i: Any, registers: Any, j: Any, count: Any) -> Any:
     """dst[i : i+count] = registers[j : j+count] by one store, from a local array that lives in registers."""
     to, of = _Vector(dst, count), _Vector(registers, count)
@@ -100,7 +116,7 @@ def store_vector(typingctx: Any, dst: Any, i: Any, registers: Any, j: Any, count
                 if to.bits < to.word.width:
                     bits = builder.shl(builder.zext(bits, to.word), to.word(n * to.bits))
                 word = builder.or_(word, bits)
-            words = builder.insert_element(words, word, I32(m))
+            words = builder.insert_element(words, word, ir.IntType(32)(m))
         builder.store(words, to.address(context, builder, args[0], args[1]), align=to.size)
         return context.get_dummy_value()
 
@@ -110,7 +126,7 @@ def store_vector(typingctx: Any, dst: Any, i: Any, registers: Any, j: Any, count
 # ---- Copies that run beside the computation (PTX: cp.async) --------------------------------------------------------
 
 
-@intrinsic
+@instruction
 def copy_async(typingctx: Any, dst: Any, i: Any, src: Any, j: Any, count: Any) -> Any:
     """Begin dst[i : i+count] = src[j : j+count], from a pointer to a shared array: done when `wait_copies` says so.
 
@@ -123,9 +139,9 @@ def copy_async(typingctx: Any, dst: Any, i: Any, src: Any, j: Any, count: Any) -
         if of.size < 4:
             builder.store(builder.load(source, align=of.size), target, align=of.size)
             return context.get_dummy_value()
-        shared = builder.ptrtoint(builder.addrspacecast(target, target.type.pointee.as_pointer(3)), I32)
-        memory = builder.ptrtoint(builder.addrspacecast(source, source.type.pointee.as_pointer(1)), I64)
-        kind = ir.FunctionType(ir.VoidType(), [I32, I64])
+        shared = builder.ptrtoint(builder.addrspacecast(target, target.type.pointee.as_pointer(3)), ir.IntType(32))
+        memory = builder.ptrtoint(builder.addrspacecast(source, source.type.pointee.as_pointer(1)), ir.IntType(64))
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32), ir.IntType(64)])
         cached = "cg" if of.size == 16 else "ca"  # past the first level of the cache, where there is the choice
         code = f"cp.async.{cached}.shared.global [$0], [$1], {of.size};"
         builder.call(ir.InlineAsm(kind, code, "r,l,~{memory}", side_effect=True), [shared, memory])
@@ -134,7 +150,7 @@ def copy_async(typingctx: Any, dst: Any, i: Any, src: Any, j: Any, count: Any) -
     return types.void(dst, types.int64, src, types.int64, count), codegen
 
 
-def _instruction(code: str) -> Any:
+def _without_operands(code: str) -> Any:
     """An intrinsic of one PTX instruction without operands that orders all accesses to memory."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -145,52 +161,52 @@ def _instruction(code: str) -> Any:
     return types.void(), codegen
 
 
-@intrinsic
+@instruction
 def commit_copies(typingctx: Any) -> Any:
     """End a group: the copies that this thread has begun since the last one."""
-    return _instruction("cp.async.commit_group;")
+    return _without_operands("cp.async.commit_group;")
 
 
-@intrinsic
+@instruction
 def wait_copies(typingctx: Any) -> Any:
     """Wait until all groups of this thread have arrived. A barrier then makes those of other threads visible."""
-    return _instruction("cp.async.wait_group 0;")
+    return _without_operands("cp.async.wait_group 0;")
 
 
-@intrinsic
+@instruction
 def wait_copies_but_last(typingctx: Any) -> Any:
     """Wait until all groups but the last have arrived."""
-    return _instruction("cp.async.wait_group 1;")
+    return _without_operands("cp.async.wait_group 1;")
 
 
 # ---- Bits ----------------------------------------------------------------------------------------------------------
 
 
-@intrinsic
+@instruction
 def float_from_bits(typingctx: Any, bits: Any) -> Any:
     """The float32 whose 32 bits are the lower ones of the integer given."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.trunc(args[0], I32), F32)
+        return builder.bitcast(builder.trunc(args[0], ir.IntType(32)), ir.FloatType())
 
     return types.float32(types.int64), codegen
 
 
-@intrinsic
+@instruction
 def bits_of_float(typingctx: Any, x: Any) -> Any:
     """The 32 bits of a float32, as a non-negative int64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.bitcast(args[0], I32), ir.IntType(64))
+        return builder.zext(builder.bitcast(args[0], ir.IntType(32)), ir.IntType(64))
 
     return types.int64(types.float32), codegen
 
 
-@intrinsic
+@instruction
 def float_from_half(typingctx: Any, bits: Any) -> Any:
     """The float16 whose bits are the lower 16 of the integer given, as float32: one conversion instruction."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(builder.trunc(args[0], I16), F16), F32)
+        return builder.fpext(builder.bitcast(builder.trunc(args[0], ir.IntType(16)), ir.HalfType()), ir.FloatType())
 
     return types.float32(types.int64), codegen

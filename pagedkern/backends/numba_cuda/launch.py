@@ -7,9 +7,10 @@ by one. Everything runs on torch's current stream; nothing waits.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -105,7 +106,15 @@ def _launch(get: Callable[[], Any], grid: tuple[int, ...], threads: int, device:
         return
     with cuda.gpus[device.index]:
         stream = _stream(torch.cuda.current_stream(device).cuda_stream)
-        get()[grid, threads, stream](*map(_address, args))
+        _configured(get(), grid, threads, stream)(*map(_address, args))
+
+
+@lru_cache(maxsize=1024)
+def _configured(kernel: Any, grid: tuple[int, ...], threads: int, stream: Any) -> Any:
+    """A kernel ready to be launched; Numba's advice about small grids is for those who choose them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return kernel[grid, threads, stream]
 
 
 @cache

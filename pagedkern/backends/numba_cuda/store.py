@@ -77,6 +77,7 @@ def copy_kernels(vector: int, threads: int) -> tuple[Callable[..., None], Callab
     someone: `gather`, which runs first, puts them into `staged`, and `scatter` takes them from there. Grid: (pair,
     cache, part of the block). Sizes and strides are in bytes, a thread moves `vector` of them at a time.
     """
+    move = copy_vector  # what a kernel closes over is part of its key on disk, what is global is not
 
     @inlined
     def is_written(block, dst, pairs):
@@ -102,7 +103,7 @@ def copy_kernels(vector: int, threads: int) -> tuple[Callable[..., None], Callab
             to = (pair * cuda.gridDim.y + cuda.blockIdx.y) * size * vector
             for i in range(int64(cuda.blockIdx.z) * threads + cuda.threadIdx.x, size, threads * cuda.gridDim.z):
                 at = src[pair] * block_stride + place_of(i, shape, strides)
-                copy_vector(staged, to + i * vector, cache, at, vector)
+                move(staged, to + i * vector, cache, at, vector)
 
     def scatter(caches, block_stride, shape, strides, size, src, dst, pairs, staged):
         pair, cache = int64(cuda.blockIdx.x), caches[cuda.blockIdx.y]
@@ -112,9 +113,9 @@ def copy_kernels(vector: int, threads: int) -> tuple[Callable[..., None], Callab
             place = place_of(i, shape, strides)
             to = dst[pair] * block_stride + place
             if was_staged:
-                copy_vector(cache, to, staged, begin + i * vector, vector)
+                move(cache, to, staged, begin + i * vector, vector)
             else:
-                copy_vector(cache, to, cache, src[pair] * block_stride + place, vector)
+                move(cache, to, cache, src[pair] * block_stride + place, vector)
 
     return gather, scatter
 
