@@ -18,7 +18,9 @@ from pagedkern.autotune.rates import Rates, Speed
 from pagedkern.autotune.records import Recorded
 from pagedkern.autotune.space import Candidate, Space, Workload
 from pagedkern.autotune.store import Key, Tuned, entry
+from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.workloads import Model
+from pagedkern.backends.base import ITEMSIZE
 
 FORMAT = 1
 LINK = 25e9  # bytes per second between a GPU and its host: what PCIe 4.0 x16 carries in practice, of 32e9
@@ -142,6 +144,8 @@ def from_json(document: Mapping[str, Any]) -> Profile:
     shape = Shape(**document["shape"])
     if not all(type(n) is int and n > 0 for n in (shape.num_heads, shape.num_kv_heads, shape.head_dim)):
         raise ValueError("a shape that is none")
+    if shape.dtype not in ITEMSIZE or shape.kv_dtype not in ITEMSIZE:  # names of files are made of them
+        raise ValueError("a dtype that is none")
     speeds = {}
     for block_size, fields in document["speeds"].items():
         speed = Speed(**fields)
@@ -157,12 +161,15 @@ def from_json(document: Mapping[str, Any]) -> Profile:
     if not speeds:
         raise ValueError("no speeds")
     device, code = document["device"], document["code"]
-    if not isinstance(device, dict) or not isinstance(code, dict) or not isinstance(device.get("type"), str):
+    if not machine.is_identity(device) or not isinstance(code, dict):
         raise ValueError("no device or no code")
+    when, measured = document["when"], document["measured"]
+    if not all(isinstance(text, str) and text.isprintable() for text in (when, measured)):
+        raise ValueError("when or measured is no text")
     read, compute, link = (_positive(document[name]) for name in ("read", "compute", "link"))
     load = None if document["load"] is None else _positive(document["load"], zero=True)
     rates = Rates(read, compute, link, speeds)
-    return Profile(device, shape, rates, code, str(document["when"]), str(document["measured"]), load)
+    return Profile(device, shape, rates, code, when, measured, load)
 
 
 def distil(recorded: Recorded) -> dict[str, Any] | None:

@@ -52,14 +52,16 @@ def recommend(
             JSONL file.
         memory: bytes of the cache, all layers, K and V together; or a text such as "24GB".
         model: a preset ("llama-3-8b", ...) or a shape, see `workloads.model`. None: the workload's, else llama-3-8b.
-        device: torch device type, "cpu" or "cuda". None: a GPU if torch is loaded and finds one.
+        device: torch device type, "cpu" or "cuda"; an index is passed over. None: a GPU if torch is loaded and finds
+            one.
 
     The tier says what this rests on, as `explain` does for kernels: measurements of this machine for this shape; else
     of this machine for the shape most like it, or with other versions of the kernels; else of the machine most like
     this one, imported or shipped with the library; else nothing, and the block size is the usual 16.
 
     Raises:
-        InvalidArgument: no such workload or model, a malformed file, or memory in which nothing fits.
+        InvalidArgument: no such workload or model, a malformed file, memory in which nothing fits, or no GPU for
+            "cuda".
     """
     traffic = workloads.load(workload)
     of = workloads.model(model) if model is not None else traffic.model or workloads.model(workloads.model_names()[0])
@@ -68,7 +70,10 @@ def recommend(
         raise InvalidArgument(
             f"memory: got {size:,} bytes, accepted is at least {USUAL_BLOCK_SIZE * of.token_bytes:,}, one block"
         )
-    found, tier, reason = find(of, device or default_device())
+    on = (device or default_device()).partition(":")[0]
+    if on == "cuda" and not machine.present(on):
+        raise InvalidArgument(f"device: got {device!r}, accepted is 'cpu': torch finds no GPU")
+    found, tier, reason = find(of, on)
     scores = score(traffic, of, found.rates, size) if found else []
     chosen = best(scores)
     if chosen is None:
@@ -111,10 +116,15 @@ def _busy(profile: Profile) -> str:
 
 
 def fresh(code: Mapping[str, object]) -> bool:
-    """Whether the kernels that were measured are those installed now."""
-    return all(
-        isinstance(then, dict) and then.get("kernel") == machine.kernel_hash(name) for name, then in code.items()
-    )
+    """Whether the kernels that were measured, and what they are built on, are those installed now."""
+    return bool(code) and all(_fresh(name, then) for name, then in code.items())
+
+
+def _fresh(backend: str, then: object) -> bool:
+    if not isinstance(then, dict) or then.get("kernel") != machine.kernel_hash(backend):
+        return False
+    libraries = then.get("libraries", {})
+    return isinstance(libraries, dict) and libraries.items() <= machine.libraries().items()
 
 
 def default_device() -> str:
@@ -132,7 +142,7 @@ def parse_memory(memory: int | str) -> int:
     if isinstance(memory, int):
         size = memory
     else:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory)
+        found = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", memory)
         if not found or found[2].upper() not in UNITS:
             raise InvalidArgument(f"memory: got {memory!r}, accepted is bytes, or a text such as '24GB' or '1.5GiB'")
         size = int(float(found[1]) * UNITS[found[2].upper()])

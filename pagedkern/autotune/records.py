@@ -23,9 +23,11 @@ from typing import IO
 from pagedkern.autotune.log import Log, Record
 from pagedkern.autotune.space import Candidate, Space, Workload
 from pagedkern.autotune.store import device as machine
+from pagedkern.backends.base import ITEMSIZE
 from pagedkern.errors import InvalidArgument
 
 FORMAT = 1
+MOST_ROUNDS, MOST_SEQS = 1 << 16, 1 << 20  # a file that names more is not ours
 
 logger = logging.getLogger("pagedkern.autotune")
 
@@ -154,7 +156,9 @@ def load(path: Path) -> Recorded:
             if found is None:
                 if record.get("record") != "run" or record.get("format") != FORMAT:
                     raise ValueError(f"not the records of a run, of format {FORMAT}")
-                found = Recorded(dict(record["device"]), str(record["when"]))
+                if not machine.is_identity(record["device"]):
+                    raise ValueError("of no device")
+                found = Recorded(record["device"], str(record["when"]))
                 found.load = None if record["load"] is None else float(record["load"])
             else:
                 _add(found, record)
@@ -169,14 +173,12 @@ def load(path: Path) -> Recorded:
 def _add(found: Recorded, record: Mapping[str, object]) -> None:
     kind = record["record"]
     if kind == "problem":
-        candidates = tuple(
-            Candidate(b, name, json.dumps(config, sort_keys=True), bool(default))
-            for b, name, config, default in record["candidates"]  # type: ignore[attr-defined]
-        )
-        workload = Workload(**record["workload"])  # type: ignore[arg-type]
-        found.spaces.append(Space(workload, candidates, tuple(record["refused"])))  # type: ignore[arg-type]
+        space, code = _space(record), dict(record["code"])  # type: ignore[call-overload]
+        if unknown := {c.backend for c in space.candidates} - code.keys():
+            raise ValueError(f"no code of {', '.join(sorted(unknown))}")
+        found.spaces.append(space)
         found.logs.append(Log())
-        found.code.append(dict(record["code"]))  # type: ignore[call-overload]
+        found.code.append(code)
         return
     number = _small(record["problem"])
     log, space = found.logs[number], found.spaces[number]
@@ -191,11 +193,28 @@ def _add(found: Recorded, record: Mapping[str, object]) -> None:
         if kind == "screened":
             log.screen(candidate, seconds)
         elif kind in ("heat", "final"):
-            (log.heat if kind == "heat" else log.final)(_small(record["round"]), candidate, seconds)
+            (log.heat if kind == "heat" else log.final)(_small(record["round"], MOST_ROUNDS), candidate, seconds)
         elif kind == "length":
             log.length(candidate, _small(record["context"]), seconds)
         else:
             raise ValueError(f"no kind of record is called {kind!r}")
+
+
+def _space(record: Mapping[str, object]) -> Space:
+    w = Workload(**record["workload"])  # type: ignore[arg-type]
+    sizes = (w.num_heads, w.num_kv_heads, w.head_dim, w.context, w.query_len)
+    if not all(map(_small, sizes)) or not _small(w.num_seqs, MOST_SEQS) or w.query_len > w.context:
+        raise ValueError("a workload of sizes that are none")
+    if w.kind not in ("decode", "prefill") or w.dtype not in ITEMSIZE or w.kv_dtype not in ITEMSIZE:
+        raise ValueError("a workload of no kind or no dtype")
+    candidates = []
+    for block_size, name, config, default in record["candidates"]:  # type: ignore[attr-defined]
+        if not _small(block_size) or not isinstance(name, str) or not isinstance(config, dict):
+            raise ValueError(f"a candidate that is none: {name!r:.40}")
+        candidates.append(Candidate(block_size, name, json.dumps(config, sort_keys=True), bool(default)))
+    if {c.block_size for c in candidates} != {c.block_size for c in candidates if c.is_default}:
+        raise ValueError("a block size without a default")
+    return Space(w, tuple(candidates), tuple(map(str, record["refused"])))  # type: ignore[call-overload]
 
 
 def _candidate(space: Space, record: Mapping[str, object]) -> Candidate:
@@ -211,8 +230,8 @@ def _positive(value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def _small(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 31:
+def _small(value: object, most: int = 1 << 31) -> int:
+    if type(value) is not int or not 0 <= value < most:
         raise ValueError(f"{value!r} is no count")
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from pagedkern.autotune.store import profiles as stored
 from pagedkern.autotune.workloads import Model, Traffic
 
 MakeRunner = Callable[[Space, int], Runner]
+
+logger = logging.getLogger("pagedkern.autotune")
 
 
 @dataclass(slots=True)
@@ -186,7 +189,8 @@ def _write_to(path: Path, run: Run, planned: Sequence[Space], logs: Sequence[Log
     """Begin the journal with what is known. A place that cannot be written costs the records, not the run."""
     try:
         book = stack.enter_context(records.Journal(path))
-    except OSError:
+    except OSError as error:
+        logger.warning("%s: no records are written: %s", path, error)
         return
     run.records = book.path
     book.begin(run.device)

@@ -241,7 +241,7 @@ def test_a_missing_package_is_named() -> None:
     done = subprocess.run([sys.executable, "-c", HELP, *TINY], capture_output=True, text=True)
     assert done.returncode == 1
     assert "No module named 'rich'" in done.stderr
-    assert "pip install" in done.stderr
+    assert "pip install 'pagedkern[autotune]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from pagedkern.autotune import store, workloads
 from pagedkern.autotune.cli import COMMANDS, main
+from pagedkern.autotune.profile import distil
 from pagedkern.autotune.records import load
 from pagedkern.autotune.store import files
 from tests.autotune.recordings import recording
@@ -97,6 +98,48 @@ def test_a_profile_of_this_machine_counts_as_measured_here(tmp_path: Path, capsy
     shape = "heads=32,kv_heads=8,head_dim=128,layers=32,dtype=float32,weight_bytes=32e9"
     assert main(["explain", "--model", shape, "--memory", "8GB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tier"] == "tuned"
+
+
+def test_the_kernels_of_this_machine_are_taken_over_too(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = recording()
+    here.device = dict(store.device.identity("cpu"))
+    records = written(here, tmp_path / "here.jsonl")
+    assert main(["export", str(records), "-o", str(tmp_path / "p.json")]) == 0
+    assert main(["import", str(tmp_path / "p.json")]) == 0
+    taken = [json.loads(path.read_text()) for path in home.glob("profiles/*.json")]
+    assert [len(document["choices"]) for document in taken] == [24]
+
+
+def test_an_import_stays_in_the_cache_folder(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = distil(recording())
+    assert document is not None
+    for device in (document["device"], dict(store.device.identity("cpu"))):
+        shape = {**document["shape"], "dtype": "x/../../../../outside"}
+        (tmp_path / "p.json").write_text(json.dumps({**document, "device": device, "shape": shape}))
+        assert main(["import", str(tmp_path / "p.json")]) == 2
+        assert "got a dtype that is none" in capsys.readouterr().err
+    assert not list(tmp_path.glob("**/*outside*"))
+
+
+def test_the_model_that_is_asked_for(recorded_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "tuning.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "mine.toml").write_text(example.replace('name = "mine"', 'name = "mine"\nmodel = "llama-3-70b"'))
+    plan = ["--dry-run", "--json", "--device", "cpu", "--seqs", "1", "--context", "64", "--block-sizes", "16"]
+    for options, heads in ([], 64), (["--model", "smollm2-135m"], 9):
+        assert main([*plan, "--workload", str(tmp_path / "mine.toml"), *options]) == 0
+        assert json.loads(capsys.readouterr().out)["problems"][0]["workload"]["num_heads"] == heads
+    small = "heads=4,kv_heads=2,head_dim=64,layers=2,dtype=float32,weight_bytes=1e6,kv_dtype=int8"
+    assert main([*plan, "--model", small]) == 0
+    assert json.loads(capsys.readouterr().out)["problems"][0]["workload"]["kv_dtype"] == "int8"
+    memory = str(8192 * 327680 * 3 // 4)  # too little for the longest request of 70B, enough for 8B
+    replay = ["replay", recorded_file, "--workload", str(tmp_path / "mine.toml"), "--memory", memory, "--json"]
+    assert main(replay) == 0
+    assert json.loads(capsys.readouterr().out)["regret"]["mine"] is None
+    assert main([*replay, "--model", "llama-3-8b"]) == 0
+    assert json.loads(capsys.readouterr().out)["regret"]["mine"] is not None
 
 
 @pytest.mark.parametrize(
@@ -230,7 +273,7 @@ def test_a_run_that_was_killed_is_resumed(home: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_journal_that_cannot_be_read_or_written(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny = [*SHAPE, "--device", "cpu", "--block-sizes", "16", "--budget", "60s", "--in-process", "--workload", "chat"]
     broken = tmp_path / "broken.jsonl"
@@ -239,6 +282,7 @@ def test_a_journal_that_cannot_be_read_or_written(
     assert "not the records of a run" in capsys.readouterr().err
     assert main([*tiny, "--backends", "reference", "--records", str(tmp_path), "--json"]) == 0  # a folder
     assert json.loads(capsys.readouterr().out)["records"] is None
+    assert f"{tmp_path}: no records are written" in caplog.text
     assert files.directory() == home
 
 

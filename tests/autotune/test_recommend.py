@@ -88,6 +88,22 @@ def test_changed_kernels_are_said(document: dict[str, Any]) -> None:
     assert found.block_size in (32, 64, 128)
 
 
+def test_changed_libraries_are_said(document: dict[str, Any]) -> None:
+    code = {"cpu": {**document["code"]["cpu"], "libraries": {"torch": "1.0"}}}
+    store_rates({**document, "code": code})
+    assert recommend("chat", MEMORY, model=FLOAT32).tier == "tuned-nearest"
+    store_rates({**document, "code": {}})  # of nobody knows what
+    assert recommend("chat", MEMORY, model=FLOAT32).tier == "tuned-nearest"
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "present", lambda kind: kind == "cpu")
+    for name in ("cuda", "cuda:1"):
+        with pytest.raises(InvalidArgument, match=r"device: got 'cuda.*torch finds no GPU"):
+            recommend("chat", MEMORY, device=name)
+    assert recommend("chat", MEMORY, device="cpu:0").block_size == 16
+
+
 def test_the_machine_most_like_this_one(document: dict[str, Any]) -> None:
     here = device.identity("cpu")
     for name, threads, slow in (("like this", here["threads"], 64), ("unlike", 512, 128)):
@@ -147,7 +163,7 @@ def test_memory_as_people_write_it(text: int | str, size: int) -> None:
     assert parse_memory(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1", "0", "1 XB", "1e9", 0, -5, 1 << 70])
+@pytest.mark.parametrize("text", ["", "much", "-1", "0", "1 XB", "1e9", "9" * 400, 0, -5, 1 << 70])
 def test_memory_that_is_none(text: int | str) -> None:
     with pytest.raises(InvalidArgument, match="memory"):
         parse_memory(text)
@@ -217,6 +233,15 @@ def test_kernels_of_the_nearest_machine_that_do_not_count(what: str, elsewhere: 
     stored.save_import(elsewhere)
     store.reload()
     assert choose(DECODE, "auto", "").tier == "default"
+
+
+@pytest.mark.parametrize("identity", [{"threads": None}, {"name": 3}, {"name": "\x1b[2J"}, {"more": {}}])
+def test_a_stored_profile_of_no_machine_is_passed_over(elsewhere: dict[str, Any], identity: dict[str, Any]) -> None:
+    path = stored.save_import(elsewhere)
+    path.write_text(json.dumps({**elsewhere, "device": {**elsewhere["device"], **identity}}))
+    store.reload()
+    assert choose(DECODE, "auto", "").tier == "default"
+    assert recommend("chat", MEMORY).tier == "default"
 
 
 def test_what_is_imported_is_read_once_a_process(elsewhere: dict[str, Any]) -> None:

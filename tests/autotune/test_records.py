@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -95,6 +96,7 @@ def test_a_file_cut_anywhere_loses_its_last_line_only(recorded: Recorded, tmp_pa
         ('{"record": "screened", "problem": 0, "candidate": 0, "seconds": -1}', "no positive number"),
         ('{"record": "screened", "problem": 0, "candidate": 0}', "'seconds' is missing"),
         ('{"record": "final", "round": 1e9, "problem": 0, "candidate": 0, "seconds": 1}', "no count"),
+        ('{"record": "final", "round": 2000000000, "problem": 0, "candidate": 0, "seconds": 1}', "no count"),
         ('{"record": "guess", "problem": 0, "candidate": 0, "seconds": 1}', "no kind of record is called 'guess'"),
     ],
 )
@@ -106,6 +108,36 @@ def test_a_line_that_is_wrong_is_named(recorded: Recorded, tmp_path: Path, line:
         load(path)
     assert message in str(error.value)
     assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"code": {}}, "no code of fast, slow"),
+        ({"candidates": [["16", "fast", {}, True]]}, "'16' is no count"),
+        ({"candidates": [[0, "fast", {}, True]]}, "a candidate that is none"),
+        ({"candidates": [[16, "fast", 3, True]]}, "a candidate that is none: 'fast'"),
+        ({"candidates": [[16, "fast", {}, False]]}, "a block size without a default"),
+        ({"num_seqs": 0}, "sizes that are none"),
+        ({"num_seqs": 1 << 30}, "no count"),
+        ({"query_len": 3000}, "sizes that are none"),
+        ({"head_dim": "64"}, "'64' is no count"),
+        ({"dtype": "float33"}, "no kind or no dtype"),
+    ],
+)
+def test_a_problem_that_is_none_is_named(
+    recorded: Recorded, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    path = written(recorded, tmp_path / "a.jsonl")
+    lines = path.read_text().split("\n")
+    problem = json.loads(lines[1])
+    (problem if change.keys() <= problem.keys() else problem["workload"]).update(change)
+    path.write_text("\n".join([lines[0], json.dumps(problem), ""]))
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        load(path)
+    path.write_text(lines[0].replace('"threads": 8', '"threads": "8"') + "\n")
+    with pytest.raises(InvalidArgument, match="of no device"):
+        load(path)
 
 
 def test_what_are_no_records(tmp_path: Path) -> None:
@@ -240,6 +272,9 @@ def test_a_profile_is_written_and_read(recorded: Recorded) -> None:
         (("format",), 2), (("read",), -1), (("read",), "x"), (("compute",), None), (("speeds",), {}),
         (("speeds", "16", "kv_bytes_per_second"), 0), (("speeds", "16", "backend"), 3), (("speeds", "16", "x"), 1),
         (("shape", "head_dim"), 0), (("shape",), []), (("device",), 3), (("code",), None),
+        (("shape", "dtype"), "x/../../../../y"), (("shape", "kv_dtype"), "int8/.."), (("shape", "dtype"), ["float32"]),
+        (("device", "name"), "\x1b[31m"), (("device", "name"), 3), (("device", "threads"), "8"),
+        (("device",), {"type": "cpu", "name": "x"}), (("when",), "\x1b[0m"), (("measured",), 3),
     ],
 )  # fmt: skip
 def test_a_profile_that_is_none(recorded: Recorded, path: tuple[str, ...], value: object) -> None:

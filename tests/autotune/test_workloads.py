@@ -207,6 +207,9 @@ def test_a_trace_of_ones_own(tmp_path: Path, name: str) -> None:
         ("a.jsonl", '{"prompt": 1, "output": 0}', "line 1: output: got 0"),
         ("a.jsonl", '{"prompt": 1.5, "output": 1}', "line 1: prompt: got 1.5"),
         ("a.jsonl", '{"prompt": 99999999999, "output": 1}', "line 1: prompt"),
+        ("a.csv", f"prompt,output\n{'9' * 200000},1\n", "cannot be read: field larger"),
+        ("a.toml", "limit = " + "[" * 5000, "got what is no TOML"),
+        ("a.toml", "limit = " + "9" * 5000, "cannot be read: Exceeds the limit"),
         ("a.txt", "", "got a .txt file, accepted are .toml, .csv, .jsonl"),
     ],
 )
@@ -218,9 +221,25 @@ def test_a_malformed_trace_is_refused_by_line(tmp_path: Path, name: str, text: s
     assert str(tmp_path / name) in str(error.value)
 
 
+def test_a_trace_of_a_spreadsheet(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfprompt,output\r\n10,20\r\n")
+    assert workloads.load(tmp_path / "a.csv").rows == (workloads.Request(10, 20, 0),)
+
+
+def test_a_long_trace_is_drawn_from_end_to_end() -> None:
+    rows = tuple(workloads.Request(i + 1, 1, 0) for i in range(2500))
+    traffic = workloads.Traffic("long", "", "", "", "", limit=4000, rows=rows)
+    drawn = [r.prompt for r in traffic.draw(1000)]
+    assert drawn == sorted(set(drawn))
+    assert abs(sum(drawn) / 1000 - 1250) < 5
+
+
 def test_what_is_not_there_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot be read: No such file"):
         workloads.load(tmp_path / "no.toml")
+    (tmp_path / "of.toml").write_text('requests_file = "rows.csv"')
+    with pytest.raises(InvalidArgument, match=r"rows\.csv: cannot be read: No such file"):
+        workloads.load(tmp_path / "of.toml")
     with pytest.raises(InvalidArgument, match="accepted is one of chat, code"):
         workloads.load("chats")
     for name in ("a.toml", "a.csv", "a.jsonl"):

@@ -20,6 +20,8 @@ COMMANDS = {  # name: (module, what it does)
     "workloads": ("workloads", "list the workloads and models, or print one to start from"),
 }
 
+EXTRAS = {"matplotlib": "report", "rich": "autotune", "filelock": "autotune", "platformdirs": "autotune"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
@@ -38,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PagedKernError as error:
         sys.stderr.write(f"{PROG} {command}: {error}\n")
         return 2
+    except OSError as error:  # of the output: a full disk
+        sys.stderr.write(f"{PROG} {command}: {error}\n")
+        return 3
     except ImportError as error:
-        extra = "report" if "matplotlib" in str(error) else "cpu"
-        other = "" if extra == "report" else ", or the extra of your GPU"
+        extra = EXTRAS.get((error.name or "").partition(".")[0], "cpu")
+        other = ", or the extra of your GPU" if extra == "cpu" else ""
         sys.stderr.write(f"{PROG}: {error}: pip install 'pagedkern[{extra}]'{other}\n")
         return 1

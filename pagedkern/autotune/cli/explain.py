@@ -39,6 +39,8 @@ def run(argv: Sequence[str]) -> int:
     with suppress(ImportError):
         import_module("torch")  # so that a GPU is found
     device = given.device or default_device()
+    if not machine.present(device):
+        parser.error(f"--device {device}: torch finds no GPU")
     found = recommend(traffic, given.memory or machine.free_memory(device) // 2, model=of, device=device)
     kernels = {kind: _kernel(of, device, found.block_size, kind) for kind in ("decode", "prefill")}
     if given.json:

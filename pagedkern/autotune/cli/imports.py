@@ -16,8 +16,9 @@ from pagedkern.errors import InvalidArgument
 
 HELP = """\
 Take over a file that "export" wrote. If it is of a machine like this one in
-every respect it counts as measured here; otherwise it is what is looked at
-for want of measurements of this machine's own, if it is the one most like it.
+every respect its rates count as measured here. The kernels, and all that is of
+another machine, are what is looked at for want of measurements of this
+machine's own, if it is the one most like it.
 """
 
 
@@ -34,7 +35,9 @@ def run(argv: Sequence[str]) -> int:
     kind = str(profile.device["type"])
     here = machine.present(kind) and dict(machine.identity(kind)) == dict(profile.device)
     try:
-        path = stored.save_rates(document, profile.shape.name()) if here else stored.save_import(document)
+        path = stored.save_import(document)  # where its kernels are looked for, whosever it is
+        if here:
+            path = stored.save_rates(document, profile.shape.name())
     except OSError as error:
         sys.stderr.write(f"{PROG} import: {error}\n")
         return 3

@@ -31,10 +31,10 @@ def run(argv: Sequence[str]) -> int:
 
     recorded = options.records(given.file)
     searched = replay(recorded, given.budget, given.seed)
-    model = given.model or workloads.model(workloads.model_names()[0])
     rows = []
     for traffic in given.workload or [workloads.load(name) for name in workloads.names()]:
-        found = regret(searched, traffic, traffic.model or model, given.memory or _memory(traffic.limit, model))
+        model = given.model or traffic.model or workloads.model(workloads.model_names()[0])
+        found = regret(searched, traffic, model, given.memory or _memory(traffic.limit, model))
         rows.append((traffic.name, found))
     if given.json:
         options.write_json(

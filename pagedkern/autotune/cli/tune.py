@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,6 +105,7 @@ def run(argv: Sequence[str]) -> int:
             )
     if given.dry_run:
         return _plan(out, given, problems)
+    import_module("filelock")  # without it nothing could be stored: said before anything is measured
     return _tune(given, problems, model, out, err)
 
 
@@ -126,6 +128,8 @@ def _tune(given: argparse.Namespace, problems: list[Workload], model: Model, out
             err.print(f"{failure}", style="bold red", highlight=False, markup=False)
             return 1
     traffics = given.workload or [workloads.load(name) for name in workloads.names()]
+    base = _base(given)  # served as it is measured; with --model, whatever a file says
+    traffics = [replace(t, model=None) if given.model or t.model == base else t for t in traffics]
     serve(done, traffics, model, given.memory or _memory(model, problems[0].device))
     if given.json:
         options.write_json(document.document(done))
@@ -158,16 +162,23 @@ def _memory(model: Model, device: str) -> int:
     return max(free // 2 if device == "cpu" else free * 9 // 10 - model.weight_bytes, 16 * model.token_bytes)
 
 
+def _base(given: argparse.Namespace) -> Model:
+    """The model that is named, by the options or else by a workload's file."""
+    named = (traffic.model for traffic in given.workload or () if traffic.model)
+    model: Model = given.model or next(named, None) or workloads.model(workloads.model_names()[0])
+    return model
+
+
 def _model(parser: argparse.ArgumentParser, given: argparse.Namespace, device: str) -> Model:
     """The model to serve, in the dtype and with the heads that are measured."""
-    base = given.model or workloads.model(workloads.model_names()[0])
+    base = _base(given)
     dtype = given.dtype or ("float32" if device == "cpu" else base.dtype)
     heads = given.heads or base.num_heads, given.kv_heads or base.num_kv_heads, given.head_dim or base.head_dim
     if heads[0] % heads[1]:
         parser.error(f"--heads {heads[0]} is no multiple of --kv-heads {heads[1]}")
     return replace(
-        base, num_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], dtype=dtype, kv_dtype=given.kv_dtype or "",
-        weight_bytes=base.num_weights * ITEMSIZE[dtype],
+        base, num_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], dtype=dtype,
+        kv_dtype=given.kv_dtype or base.kv_dtype, weight_bytes=base.num_weights * ITEMSIZE[dtype],
     )  # fmt: skip
 
 

@@ -61,6 +61,18 @@ def slug_of(device: Mapping[str, str | int]) -> str:
     return f"{files.slug(str(device['name']))}-{digest}"
 
 
+def is_identity(device: object) -> bool:
+    """Whether a value of a file can be a machine's identity: plain fields that can be printed, those of `describe`."""
+    if (
+        not isinstance(device, dict)
+        or not isinstance(device.get("type"), str)
+        or not isinstance(device.get("name"), str)
+    ):
+        return False
+    plain = all(type(value) is int or (type(value) is str and value.isprintable()) for value in device.values())
+    return plain and (device["type"] != "cpu" or type(device.get("threads")) is int)
+
+
 def likeness(device: Mapping[str, str | int], other: Mapping[str, object]) -> float:
     """How much another machine says about this one: 0 nothing, 1 all."""
     if device["type"] != other.get("type"):

@@ -67,7 +67,7 @@ def _read(place: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in sorted(place.glob("*.json")):
         try:
             document = files.load(path, FORMAT)
-            if not isinstance(document["device"], dict) or not isinstance(document["shape"], dict):
+            if not machine.is_identity(document["device"]) or not isinstance(document["shape"], dict):
                 raise ValueError("of no device or no shape")
             yield path, document
         except files.INVALID as error:

@@ -39,15 +39,20 @@ def load_file(path: Path) -> Traffic:
     try:
         return readers[path.suffix](path)
     except OSError as error:
-        raise InvalidArgument(f"workload: {path}: cannot be read: {error.strerror or error}") from error
+        name = error.filename or path  # of its `requests_file`, perhaps
+        raise InvalidArgument(f"workload: {name}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"workload: {path}: got bytes that are no UTF-8, accepted is UTF-8 text") from error
+    except InvalidArgument:
+        raise
+    except (ValueError, csv.Error) as error:  # a number of too many digits, a zero byte in a name, an endless field
+        raise InvalidArgument(f"workload: {path}: cannot be read: {error}") from error
 
 
 def _from_toml(path: Path) -> Traffic:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidArgument(f"workload: {path}: got what is no TOML: {error}") from error
     for key in data:
         if key not in _KEYS:
@@ -86,7 +91,7 @@ def _from_rows(path: Path) -> Traffic:
 
 def _rows(path: Path) -> tuple[Request, ...]:
     """The requests of a trace: columns or keys of `PROMPT` and `OUTPUT`, and of `SHARED` if there is one."""
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets begin a file with a mark
         lines: Iterable[tuple[int, Mapping[str, object]]]
         lines = enumerate(csv.DictReader(file), 2) if path.suffix == ".csv" else _json_lines(path, file)
         rows = []

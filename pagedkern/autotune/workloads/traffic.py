@@ -65,13 +65,17 @@ class Traffic:
     model: Model | None = None  # the model that the file names
 
     def draw(self, count: int, seed: int = 0) -> list[Request]:
-        """So many requests in an order of arrival. Those of a trace are repeated in its order.
+        """So many requests in an order of arrival. Those of a trace are repeated in its order; of a longer one they are
+        taken at equal distances.
 
         Lengths are joined by a Gaussian copula with the rank correlations of the distributions; the prompt's own
         quantiles are taken one by one from `count` equal shares, so that few requests make a good picture.
         """
         if self.rows:
-            return [self._cut(*self.rows[i % len(self.rows)]) for i in range(count)]
+            rows = self.rows
+            if len(rows) > count:
+                rows = tuple(rows[i * len(rows) // count] for i in range(count))
+            return [self._cut(*rows[i % len(rows)]) for i in range(count)]
         assert self.prompt is not None
         assert self.output is not None
         rng, normal = random.Random(seed), NormalDist()
