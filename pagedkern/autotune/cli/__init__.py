@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{PROG} {command}: {error}\n")
         return 3
     except ImportError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0], "cpu")
+        extra = next((extra for name, extra in EXTRAS.items() if name in str(error)), "cpu")
         other = ", or the extra of your GPU" if extra == "cpu" else ""
         sys.stderr.write(f"{PROG}: {error}: pip install 'pagedkern[{extra}]'{other}\n")
         return 1
