@@ -1,7 +1,8 @@
 """Compile the Triton backend for GPUs that need not be here, and tell what became of its kernels.
 
-    python -m benchmarks.triton_aot --out docs/triton_aot.md       the whole grid, as a page
-    python -m benchmarks.triton_aot --every 20 --json              each 20th cell, one JSON object a line
+    python -m benchmarks.triton_aot --out docs/triton_aot.md       a representative grid, as a page
+    python -m benchmarks.triton_aot --every 1 --out FILE           the whole grid: an hour and a half of a CPU's time
+    python -m benchmarks.triton_aot --every 20 --json              each 20th cell of it, one JSON object a line
 
 A cell is one call of the backend with its default configuration. It is compiled by making that call, with Triton's
 driver replaced by one that names the wanted GPU and runs nothing: what is compiled is what a launch compiles. The
@@ -93,6 +94,19 @@ def attention_grid() -> list[Cell]:
     """Every head_dim, dtype and group, for decode and prefill."""
     axes = itertools.product(HEAD_DIMS, DTYPES, GROUPS, ["decode", "prefill"], CAPABILITIES)
     return [Cell(capability, op, *dims, *dtypes, *group) for dims, dtypes, group, op, capability in axes]
+
+
+def representative_grid() -> list[Cell]:
+    """Every head_dim with every dtype for every capability, the groups and the two kinds of call taking turns; every
+    group with both kinds of call at head_dim 128 in bfloat16; writing and copying for one capability."""
+    turns = list(itertools.product(GROUPS, ["decode", "prefill"]))
+    cells = []
+    axes = [enumerate(values) for values in (HEAD_DIMS, DTYPES, CAPABILITIES)]
+    for (a, dims), (b, dtypes), (c, capability) in itertools.product(*axes):
+        group, op = turns[(a + 3 * b + 5 * c) % len(turns)]
+        cells.append(Cell(capability, op, *dims, *dtypes, *group))
+    usual = [cell for cell in attention_grid() if (cell.head_dim, cell.kv_dtype) == (128, "bfloat16")]
+    return list(dict.fromkeys(cells + usual)) + [cell for cell in store_grid() if cell.capability == 90]
 
 
 def store_grid() -> list[Cell]:
@@ -292,7 +306,7 @@ def compile_all(cells: Iterable[Cell], workers: int) -> Iterator[Result]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th cell of the grids")
+    parser.add_argument("--every", type=int, metavar="N", help="each N-th cell of the whole grid")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="write the results to this file as a Markdown page")
     parser.add_argument("--json", action="store_true", help="print the results as JSON, one a line")
@@ -300,8 +314,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.cells:
         cells = [Cell(**json.loads(line)) for line in sys.stdin]
-    else:
+    elif options.every:
         cells = attention_grid()[:: options.every] + store_grid()[:: options.every]
+    else:
+        cells = representative_grid()
     results: list[Result] = []
     for result in compile_all(cells, options.workers):
         results.append(result)

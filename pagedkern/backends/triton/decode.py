@@ -144,12 +144,12 @@ def split_kernel(
     if p_v_scale is not None:
         b_acc *= tl.load(p_v_scale + i_head)
 
-    if num_spans <= 1:
+    if p_work is None or num_spans <= 1:
         store_result(
             b_acc, b_top, b_sum, p_out, p_lse, p_sinks, o_token, o_head, m_row, out_row, out_head, KV_HEADS * GROUP, E,
             ALIGN_OUT,
         )  # fmt: skip
-    elif p_work is not None:
+    else:
         i_part = ((i_seq.to(tl.int64) * max_queries + i_query) * (KV_HEADS * GROUP) + o_head) * splits + i_split
         p_part = p_work + tl.multiple_of(i_part * (E + PARTIAL), 4)  # [M]
         o_e = tl.arange(0, EP)
