@@ -54,8 +54,12 @@ class Bench:
         self._product: Tensor | None = None
 
     def prepare(self, candidate: Candidate) -> None:
-        """Run a candidate on the first sequence alone: the same kernels, compiled, in a part of the time."""
+        """Run a candidate on the first sequence alone: the same kernels, compiled, in a part of the time.
+
+        The hostile problem of its block size is made here, too: no budget counts this.
+        """
         try:
+            self._hostile_at(candidate.block_size)
             self._launch(candidate, 1)
             if self.workload.device == "cuda":
                 torch.cuda.synchronize()

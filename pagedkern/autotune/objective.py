@@ -131,9 +131,13 @@ class _Held:
         self._shared = sum((end - start) * share for start, end, share in self._beyond)  # counted in each request
 
     def residents(self, num_blocks: int) -> tuple[float, float]:
-        """Requests that fit, and blocks that each adds: the root of G * u + shared(G) = room, by bisection."""
+        """Requests that fit, and blocks that each adds: the root of G * u + shared(G) = room, by bisection.
+
+        One at least: it is let in when nobody else runs, whatever is idle.
+        """
         room = num_blocks * (1 - WATERMARK) - self._idle
-        low, high = 0.0, self._traffic.concurrency / self._traffic.samples
+        high = self._traffic.concurrency / self._traffic.samples
+        low = min(1.0, high)
         for _ in range(60 if self._total(high) > room else 0):
             middle = (low + high) / 2
             low, high = (middle, high) if self._total(middle) <= room else (low, middle)

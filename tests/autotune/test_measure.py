@@ -113,6 +113,7 @@ def test_preparing_runs_the_first_sequence_and_raises_nothing(
     bench._out.fill_(math.nan)
     bench.prepare(first(space, "raises"))
     assert bench._out.isnan().all()
+    assert set(bench._hostile) == {first(space, "raises").block_size}  # made where no budget counts
     bench.prepare(space.baseline)
     rows = space.workload.query_len
     torch.testing.assert_close(bench._out[:rows].double(), bench._truth[:rows], rtol=0, atol=bench.tolerance)

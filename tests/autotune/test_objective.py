@@ -167,6 +167,17 @@ def test_of_equals_the_smallest_block_is_the_best() -> None:
     assert best([replace(one, block_size=64), one, replace(one, block_size=128)]) == one
 
 
+@pytest.mark.parametrize("num_blocks", [78, 90, 110])
+def test_in_little_memory_one_request_runs(num_blocks: int) -> None:
+    lengths = [workloads.Quantiles((0, 1), (n, n)) for n in (1000, 200)]
+    traffic = workloads.Traffic("one", "", "", "", "", limit=4096, prompt=lengths[0], output=lengths[1])
+    memory = num_blocks * 16 * LLAMA.token_bytes
+    (alone,) = score(traffic, LLAMA, GPU, memory, [16])
+    assert alone.concurrency == pytest.approx(1, rel=0.2)
+    played = play(traffic, LLAMA, GPU, memory, 16, 20)
+    assert alone.tokens_per_second == pytest.approx(played.tokens_per_second, rel=0.15)
+
+
 def test_the_simulation_counts_what_it_says() -> None:
     """One request at a time: every number can be told beforehand."""
     played = play(replace(fixed(100, 11), concurrency=1), LLAMA, GPU, 10**9, 16, 10)
