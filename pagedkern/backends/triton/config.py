@@ -88,7 +88,8 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfi
       to be busy (bandwidth times latency).
     - `span`: so long that the partial results of a span are 1/32 of its K and V or less, from 256 to 2048 keys.
     - `rows`: the group, in tiles of 16 to 64 rows for the tensor cores; of 4 at most for float32, which runs without
-      them. 8 `warps` where 4 have no registers for that: above 8192 numbers of the rows' q or sum.
+      them. 8 `warps` where 4 have no registers for that: above 8192 numbers of the rows' q or sum, or 4096 where
+      tensor cores take their operands from registers.
     - Prefill: see `_prefill`.
     """
     size, narrow = ITEMSIZE[problem.kv_dtype], operand(problem) != "float32"
@@ -102,7 +103,7 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfi
         tile=tile,
         span=min(2048, max(256, ceil_power(problem.group * 128 // size))),
         rows=rows,
-        warps=8 if rows * max(d, e) > 8192 else 4,
+        warps=8 if rows * max(d, e) > (4096 if _from_registers(capability) else 8192) else 4,
         stages=(4 if size == 1 else 3) if roomy else 2,
         prefill_rows=prefill_rows,
         prefill_tile=prefill_tile,
@@ -113,18 +114,25 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfi
 def _prefill(problem: Problem, capability: tuple[int, int]) -> tuple[int, int, int]:
     """Rows, keys and warps of the prefill kernel: what fits into registers without spills, as compiled.
 
-    Before compute capability 9.0 tensor cores take K and V from registers, where the quantized are also converted, and
-    a q of two parts takes more of them.
+    Where tensor cores take K and V from registers the quantized are converted there, too; softcap, ALiBi and a q of two
+    parts take registers everywhere.
     """
     if operand(problem) == "float32":  # no tensor cores
         return 16, 16, 8
     narrow = ITEMSIZE[problem.kv_dtype] == 1
-    if max(padded(problem.head_dim), padded(problem.head_dim_v)) > 128:
-        return (64, 32, 8) if capability >= (9, 0) else (32 if narrow else 64, 16, 8)
-    in_parts = split_columns(problem.head_dim, wide=False)[1] > 0
-    if capability < (9, 0) and (narrow or in_parts or problem.softcap or problem.alibi):
-        return 64, 32, 8
-    return 128, 64, 8
+    columns = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    if columns > 128:
+        return (32 if narrow else 64, 16, 8) if _from_registers(capability) else (64, 32, 8)
+    in_parts, featured = split_columns(problem.head_dim, wide=False)[1] > 0, problem.softcap or problem.alibi
+    if _from_registers(capability):
+        return (64, 32, 8) if narrow or in_parts or featured else (64 if columns > 64 else 128, 64, 8)
+    return (128, 32, 8) if in_parts and featured else (128, 64, 8)
+
+
+def _from_registers(capability: tuple[int, int]) -> bool:
+    """Whether tensor cores multiply what is in registers; others read K and V from shared memory, and since compute
+    capability 10.0 leave the sums in memory of their own."""
+    return not (9, 0) <= capability < (12, 0)
 
 
 def configs(problem: Problem, capability: tuple[int, int]) -> Iterator[TritonConfig]:
