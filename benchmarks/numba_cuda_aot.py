@@ -138,12 +138,20 @@ def compiled(cell: Cell, folder: Path) -> Compiled:
     from numba import cuda
     from numba.cuda import dispatcher
 
+    from pagedkern.backends.numba_cuda.launch import launch_bounds
+
     capability = divmod(cell.capability, 10)
     # Numba asks the GPU at hand what to compile device functions for, whatever kernels are compiled for.
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
     function, signature, threads = parts_of(cell)
     ptx, _ = cuda.compile(
-        function, signature, device=False, abi="numba", cc=capability, output="ptx", launch_bounds=threads
+        function,
+        signature,
+        device=False,
+        abi="numba",
+        cc=capability,
+        output="ptx",
+        launch_bounds=launch_bounds(threads),
     )
     source = folder / "kernel.ptx"
     source.write_text(ptx)

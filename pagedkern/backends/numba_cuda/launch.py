@@ -96,7 +96,15 @@ def copy_kernel(number: int, vector: int, device: int) -> Any:
 
 def _compiled(signature: Any, threads: int) -> Any:
     """Compiles at once, by way of PTX: what `benchmarks/numba_cuda_aot.py` looks at is what runs."""
-    return cuda.jit(signature, cache=True, lto=False, launch_bounds=threads)
+    return cuda.jit(signature, cache=True, lto=False, launch_bounds=launch_bounds(threads))
+
+
+def launch_bounds(threads: int) -> tuple[int, int]:
+    """Threads of a block, and blocks that shall fit on a multiprocessor: 12 warps leave a thread up to 168 registers.
+
+    Left to itself ptxas stops at 96 or 128 and spills a few of them.
+    """
+    return threads, max(1, 12 * 32 // threads)
 
 
 def _launch(get: Callable[[], Any], grid: tuple[int, ...], threads: int, device: torch.device, *args: Any) -> None:

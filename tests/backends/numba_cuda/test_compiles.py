@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[3]
-EVERY = 19  # cells of the grid; no divisor of its dimensions, so that all values of each occur
+EVERY = 29  # cells of the grid; no divisor of its dimensions, so that all GPUs, kernels and some dtypes occur
 PARTS = 2
 
 
@@ -29,10 +29,10 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 def test_kernels_for_real_gpus(results: list[dict[str, Any]]) -> None:
     """Nothing spills or lies in local memory, every function is inlined, K and V are read by 16 bytes."""
-    assert len(results) >= 3
+    assert len(results) >= 2
     for result in results:
         cell = result["cell"]
-        assert result["spilled"] == result["stack"] == 0, result
+        assert (result["spilled"], result["stack"]) == (0, 0), result
         assert result["calls"] == 0, result
         assert result["shared"] <= 48 * 1024, result
         if cell["kernel"] in ("decode", "prefill", "write", "gather", "scatter"):
