@@ -12,12 +12,16 @@ INTRODUCTION = """\
 
 Made by `python -m benchmarks.triton_aot --out docs/triton_aot.md` with triton {triton} and {ptxas}; do not edit.
 
-Every call below was compiled for each of these GPUs, with its default configuration, by making the call with a driver
-that runs nothing: {kernels} kernels of {cells} calls. K and V have head_dim {dims} (K/V where they differ), queries and
-cache are {dtypes}. There are {groups} query heads for each KV head, some of these with all
+{kernels} kernels of {cells} calls, each with its default configuration, were compiled by making the call with a driver
+that runs nothing. K and V have head_dim {dims} (K/V where they differ), queries and cache are
+{dtypes}, and there are {groups} query heads for each KV head, some of these with all
 features (window, softcap, ALiBi, sinks, lse) and the others with none.
 
-A field of the tables is the worst over the groups: registers of a thread; bytes of a thread in local memory
+Unless told otherwise, the command compiles every head_dim with every dtype for every GPU, the groups and the two kinds
+of call (decode, prefill; a prefill has the split kernel, too) taking turns, and all of these at head_dim 128 in bfloat16.
+`--every 1` compiles every combination, which takes an hour and a half of a CPU's time.
+
+A field of the tables is the worst over what was compiled: registers of a thread; bytes of a thread in local memory
 (spills), if any; KiB of shared memory of a block (limits: {limits}); loads from global memory of 16 bytes or more, of
 all loads in the code (the others fetch block ids, lengths and single numbers); the tensor-core instruction, if used.
 """

@@ -51,13 +51,14 @@ def call(seqs, width, shift=0, **options):
         torch.zeros(seqs, 4, 16), k, k, torch.zeros(seqs, width, dtype=torch.int32),
         torch.zeros(seqs, dtype=torch.int32), None, 1, 0.5, True, options.get("window"),
         None, None, None, None, None, torch.zeros(seqs, 4, 16), None,
-    ), TritonConfig(tile=16, span=32, num_splits=4, rows=2))
+    ), TritonConfig(tile=16, span=32, num_splits=4, rows=2, warps=options.get("warps", 4)))
     names = looked_up[:]
     looked_up.clear()
     return names
 
 calls = [(3, 8, {}), (3, 8, {}), (16, 1, {}), (5, 1000, {}), (3, 8, {"shift": 1}), (3, 8, {"window": 7})]
-result = [call(seqs, width, **options) for seqs, width, options in [*calls, (3, 8, {"window": 9})]]
+calls += [(3, 8, {"window": 9}), (3, 8, {"warps": 2})]
+result = [call(seqs, width, **options) for seqs, width, options in calls]
 print(json.dumps([result, launched]))
 """
 
@@ -76,13 +77,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], lis
 
 
 def test_kernels_are_looked_up_once(seen: tuple[list[list[str]], list[tuple[str, list[int], list[str]]]]) -> None:
-    """Other numbers of sequences and columns launch what is there; another alignment or feature compiles."""
+    """Other numbers of sequences and columns launch what is there; another alignment, feature or config compiles."""
     both = ["split_kernel", "merge_kernel"]
-    first, again, one_column, wide, unaligned, window, other_window = seen[0]
+    first, again, one_column, wide, unaligned, window, other_window, warps = seen[0]
     assert first == both
     assert again == wide == other_window == []
     assert one_column == ["split_kernel"]  # one span: without a workspace
-    assert unaligned == ["split_kernel"]
+    assert unaligned == warps == ["split_kernel"]
     assert window == both
 
 
