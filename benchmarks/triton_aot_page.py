@@ -18,8 +18,8 @@ that runs nothing. K and V have head_dim {dims} (K/V where they differ), queries
 features (window, softcap, ALiBi, sinks, lse) and the others with none.
 
 Unless told otherwise, the command compiles every head_dim with every dtype for every GPU, the groups and the two kinds
-of call (decode, prefill; a prefill has the split kernel, too) taking turns, and all of these at head_dim 128 in bfloat16.
-`--every 1` compiles every combination, which takes an hour and a half of a CPU's time.
+of call (decode, prefill; a prefill has the split kernel, too) taking turns, and all of these at head_dim 128 in
+bfloat16. `--every 1` compiles every combination, which takes an hour and a half of a CPU's time.
 
 A field of the tables is the worst over what was compiled: registers of a thread; bytes of a thread in local memory
 (spills), if any; KiB of shared memory of a block (limits: {limits}); loads from global memory of 16 bytes or more, of
