@@ -28,7 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-LIMIT = 120  # seconds for one cell
+LIMIT = 600  # seconds for one cell, of which it needs some 5 on a quiet machine
 SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """Shared memory that one block may use, by compute capability: CUDA C++ Programming Guide, table of technical
 specifications, less the KiB that the system keeps."""
