@@ -126,7 +126,7 @@ def _prefill(problem: Problem, capability: tuple[int, int]) -> tuple[int, int, i
     in_parts, featured = split_columns(problem.head_dim, wide=False)[1] > 0, problem.softcap or problem.alibi
     if _from_registers(capability):
         return (64, 32, 8) if narrow or in_parts or featured else (64 if columns > 64 else 128, 64, 8)
-    return (128, 32, 8) if in_parts and featured else (128, 64, 8)
+    return (128, 32, 8) if in_parts and featured and not narrow else (128, 64, 8)
 
 
 def _from_registers(capability: tuple[int, int]) -> bool:
