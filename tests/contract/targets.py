@@ -162,7 +162,7 @@ def torch_settings(name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        getattr(torch, f"set_{name}")(before)
+        getattr(torch, f"set_{name}")(None if name == "default_device" else before)  # a device would stay as a mode
 
 
 @contextmanager

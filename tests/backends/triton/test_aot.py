@@ -56,7 +56,7 @@ def sample() -> list[Cell]:
     return attention_grid()[::EVERY] + store_grid()[:: 1 if FULL else 5]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # minutes: not to be made twice by a worker
 def kernels() -> list[Compiled]:
     return compiled(sample())
 

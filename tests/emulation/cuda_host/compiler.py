@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -159,8 +160,9 @@ def _cached(label: str, key: Sequence[str], build: Callable[[Path], list[str]]) 
 def _forget(folder: Path, days: int = 14) -> None:
     """Delete what no run has used for so long."""
     for path in folder.iterdir():
-        if path.stat().st_mtime < time.time() - days * 86400:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process may have renamed or deleted it
+            if path.stat().st_mtime < time.time() - days * 86400:
+                path.unlink()
 
 
 @functools.cache
