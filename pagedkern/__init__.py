@@ -30,7 +30,18 @@ _HOMES = {  # module: the public names that live there
     "pagedkern.ops": ("Choice", "copy_blocks", "explain", "merge_states", "paged_attention", "write_kv"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
-_SUBMODULES = ("abi", "allocator", "autotune", "backends", "cache", "errors", "gpucheck", "integrations", "ops", "scheduler")
+_SUBMODULES = (
+    "abi",
+    "allocator",
+    "autotune",
+    "backends",
+    "cache",
+    "errors",
+    "gpucheck",
+    "integrations",
+    "ops",
+    "scheduler",
+)
 
 __all__ = [
     "AuditError",

@@ -15,7 +15,14 @@ OPTIONAL = ("numpy", "torch", "triton", "cupy", "numba", "transformers", "rich",
 
 # Which parts a part may import, besides itself. Everything may import `errors`; nothing may import upwards.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"errors", "allocator", "autotune", "backends", "cache", "ops"},  # for static types; at run time on first use only
+    "__init__": {
+        "errors",
+        "allocator",
+        "autotune",
+        "backends",
+        "cache",
+        "ops",
+    },  # for static types; at run time on first use only
     "errors": set(),
     "abi": {"errors"},
     "allocator": {"errors", "abi"},
