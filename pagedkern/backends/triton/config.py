@@ -114,18 +114,21 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfi
 def _prefill(problem: Problem, capability: tuple[int, int]) -> tuple[int, int, int]:
     """Rows, keys and warps of the prefill kernel: what fits into registers without spills, as compiled.
 
-    Where tensor cores take K and V from registers the quantized are converted there, too; softcap, ALiBi and a q of two
-    parts take registers everywhere.
+    Where tensor cores take K and V from registers the quantized are converted there, too, by every warp for itself: few
+    rows and many keys, which also leave each thread 16 bytes to load. Softcap, ALiBi and a q of two parts take registers
+    everywhere.
     """
     if operand(problem) == "float32":  # no tensor cores
         return 16, 16, 8
     narrow = ITEMSIZE[problem.kv_dtype] == 1
     columns = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    if narrow and _from_registers(capability):
+        return 32, 32 if columns > 128 else 64, 8
     if columns > 128:
-        return (32 if narrow else 64, 16, 8) if _from_registers(capability) else (64, 32, 8)
+        return 64, 16 if _from_registers(capability) else 32, 8
     in_parts, featured = split_columns(problem.head_dim, wide=False)[1] > 0, problem.softcap or problem.alibi
     if _from_registers(capability):
-        return (64, 32, 8) if narrow or in_parts or featured else (64 if columns > 64 else 128, 64, 8)
+        return (64, 32, 8) if in_parts or featured else (64 if columns > 64 else 128, 64, 8)
     return (128, 32, 8) if in_parts and featured and not narrow else (128, 64, 8)
 
 
