@@ -124,7 +124,7 @@ class HangsLater(Tunable):
             if HangsLater.calls > 4:
                 time.sleep(1000)
         else:
-            time.sleep(0.02)  # so that it stays in the race, however busy the machine
+            time.sleep(0.15)  # so that it stays in the race, however busy the machine
         super().attention(call, config)
 
 
