@@ -115,8 +115,8 @@ def _prefill(problem: Problem, capability: tuple[int, int]) -> tuple[int, int, i
     """Rows, keys and warps of the prefill kernel: what fits into registers without spills, as compiled.
 
     Where tensor cores take K and V from registers the quantized are converted there, too, by every warp for itself: few
-    rows and many keys, which also leave each thread 16 bytes to load. Softcap, ALiBi and a q of two parts take registers
-    everywhere.
+    rows and many keys, which also leave each thread 16 bytes to load. Softcap, ALiBi and a q of two parts take
+    registers everywhere.
     """
     if operand(problem) == "float32":  # no tensor cores
         return 16, 16, 8
