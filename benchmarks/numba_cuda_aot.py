@@ -35,7 +35,7 @@ DTYPES = [
     ("bfloat16", "float8_e4m3fn"),
     ("float16", "float8_e5m2"),
 ]  # of q and of the cache
-SOME_DTYPES = [("bfloat16", "bfloat16"), ("float32", "float32"), ("bfloat16", "float8_e4m3fn")]
+SOME_DTYPES = [("bfloat16", "bfloat16"), ("float32", "float32")]
 PAGE = """\
 # What the Numba CUDA kernels compile to
 
@@ -44,8 +44,7 @@ do not edit. Each kernel was compiled for each GPU with the default configuratio
 thread, the KiB of shared memory of a block, the loads of 16 bytes from global memory that the PTX holds (of all loads
 from global memory, asynchronous copies included; the others fetch block ids, lengths and single numbers), and bytes
 spilled, if any. `decode` and `prefill` are compiled with all features (window, softcap, ALiBi, sinks, lse), some also
-without: the field shows the larger numbers, and the fewer wide loads. Rows of 72 bytes (head_dim 72 in 8 bits) are read
-by 8 bytes.
+without: the field shows the larger numbers, and the fewer wide loads.
 
 """
 
@@ -90,8 +89,8 @@ def grid() -> Iterator[Cell]:
         for group in (1, 16):
             yield Cell(capability, "decode", group=group, features=True)
         for q, kv in DTYPES:
-            yield Cell(capability, "merge", q_dtype=q, kv_dtype=kv, features=True)
             yield Cell(capability, "write", q_dtype=q, kv_dtype=kv)
+        yield Cell(capability, "merge", features=True)
         yield Cell(capability, "gather")
         yield Cell(capability, "scatter")
 

@@ -100,11 +100,11 @@ def _compiled(signature: Any, threads: int) -> Any:
 
 
 def launch_bounds(threads: int) -> tuple[int, int]:
-    """Threads of a block, and blocks that shall fit on a multiprocessor: 12 warps leave a thread up to 168 registers.
+    """Threads of a block, and blocks that shall fit on a multiprocessor: 8 warps leave a thread all 255 registers.
 
     Left to itself ptxas stops at 96 or 128 and spills a few of them.
     """
-    return threads, max(1, 12 * 32 // threads)
+    return threads, max(1, 8 * 32 // threads)
 
 
 def _launch(get: Callable[[], Any], grid: tuple[int, ...], threads: int, device: torch.device, *args: Any) -> None:
