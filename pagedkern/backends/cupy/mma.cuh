@@ -56,7 +56,8 @@ struct MmaCore {
   }
   INLINE static int q_chunk(const Constants &i) { return 16; } /* bytes of 8 elements in shared memory */
 
-  INLINE bool resident() const { return i.dim_k + i.dim_v <= 384; } /* q is kept in registers */
+  /* q is kept in registers where they have room for it beside scores, sums and the widening of 8 bits. */
+  INLINE bool resident() const { return i.dim_k + i.dim_v + (narrow() ? 3 * keys() : 0) <= 384; }
 
   /* tile: the warp's rows of q, [16, pitch] bytes. */
   INLINE void load_q(const unsigned char *tile) {
