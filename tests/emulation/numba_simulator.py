@@ -560,8 +560,10 @@ def apply() -> None:
 
 def _calling(typed: Callable[..., Any]) -> Callable[..., Any]:
     """`float32(x)` of a number, at the speed of a cast; anything else as Numba means it."""
+    from numba import types
 
     def call(self: Any, *args: Any) -> Any:
-        return typed(self, *args) if state.thread is None else self.simulated_cast(args[0])
+        declares = len(args) != 1 or isinstance(args[0], types.Type)  # the type of a function
+        return typed(self, *args) if declares or state.thread is None else self.simulated_cast(args[0])
 
     return call
