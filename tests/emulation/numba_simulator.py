@@ -367,10 +367,12 @@ class Kernel:
             seen = tuple(_argument(value, kind) for value, kind in zip(args, kinds, strict=True))
             pool = state.threads(size)
             indices = [Index(x, y, z) for z in range(grid.z) for y in range(grid.y) for x in range(grid.x)]
-            for index in options.arranged(indices):
-                Block(self.function, seen, index, size, grid, {}).run(options.arranged(pool))
+            try:
+                for index in options.arranged(indices):
+                    Block(self.function, seen, index, size, grid, {}).run(options.arranged(pool))
+            finally:
+                state.thread = before
             state.pools[threading.get_ident(), size] = pool  # not after an error: its fibers hang where they were
-            state.thread = before
 
 
 def _index(size: Any) -> Index:
