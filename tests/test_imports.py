@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"errors", "abi", "_arguments", "_choice", "_operators", "backends", "backends.base"},
     "cache": {"errors", "abi", "_arguments", "ops"},
     "autotune": {"errors", "abi", "ops", "_choice", "cache", "backends", "backends.base", "autotune.store", "__init__"},
-    "gpucheck": {"__init__", "errors", "cache", "ops", "backends"},
+    "gpucheck": {"__init__", "errors", "cache", "ops", "backends", "autotune", "autotune.store"},
     "integrations": {"__init__", "errors", "abi", "allocator", "scheduler", "cache", "ops", "backends"},
 }
 SHARED_BY_BACKENDS = {"errors", "abi", "backends.base", "backends.checked"}

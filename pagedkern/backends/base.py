@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
+
+from pagedkern.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,8 +68,37 @@ class Config:
     """Base of a backend's tunable parameters. Subclasses are frozen dataclasses of plain numbers, names and flags."""
 
     def to_dict(self) -> dict[str, int | float | str | bool]:
-        """The fields as a JSON object; `type(config)(**d)` gives the config back."""
+        """The fields as a JSON object; `from_dict` gives the config back."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """The config with these fields, the others at their defaults; `InvalidArgument` names an unknown one."""
+        accepted = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in accepted:
+                raise InvalidArgument(f"config: got an unknown field {name!r}, accepted are {', '.join(accepted)}")
+        return cls(**values)
+
+    @classmethod
+    def expect(cls, config: Config) -> Self:
+        """`config` itself if it is of this class, else `InvalidArgument`."""
+        if not isinstance(config, cls):
+            raise InvalidArgument(f"config: got {type(config).__name__}, accepted is {cls.__name__}")
+        return config
+
+
+def foreign(problem: Problem, device: str) -> str | None:
+    """Why a backend that computes on `device`, in every dtype, cannot do a problem; None if it can."""
+    if problem.device != device:
+        return f"the tensors are on {problem.device!r}; this backend computes on {device!r} here"
+    if problem.op == "copy_blocks":
+        return None
+    if problem.q_dtype not in ("float32", "float16", "bfloat16"):
+        return f"q is {problem.q_dtype}; this backend computes float32, float16 and bfloat16"
+    if problem.kv_dtype not in ITEMSIZE:
+        return f"the caches are {problem.kv_dtype}; this backend reads {', '.join(ITEMSIZE)}"
+    return None
 
 
 @dataclass(slots=True)

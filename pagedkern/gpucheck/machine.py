@@ -5,24 +5,17 @@ from __future__ import annotations
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import Any
 
 import torch
 
 import pagedkern
-
-PACKAGES = ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "numba", "numba-cuda", "numpy")
+from pagedkern.autotune.store.device import libraries
 
 
 def describe() -> dict[str, Any]:
     """Device, driver, versions and date."""
-    versions = {"pagedkern": pagedkern.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = {"pagedkern": pagedkern.__version__, "python": platform.python_version(), **libraries()}
     facts: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

@@ -7,12 +7,14 @@ garbage in the unused entries of the block table.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-GARBAGE = 2**31 - 1  # block id in unused table entries
+from pagedkern.autotune.hostile import GARBAGE, poison, stored
+
 UNIT = {"int8": 1 / 40, "float8_e4m3fn": 0.25, "float8_e5m2": 0.25}  # k_scale and v_scale of a quantized cache
 
 
@@ -122,7 +124,7 @@ class Problem:
         num_blocks = sum(widths) + 1  # one that nobody owns
         table = torch.full((len(widths), max(widths, default=0) + 1), GARBAGE, dtype=torch.int32)
         ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
-        for row, (width, start) in enumerate(zip(widths, _starts(widths), strict=True)):
+        for row, (width, start) in enumerate(zip(widths, accumulate(widths, initial=0), strict=False)):
             table[row, :width] = ids[start : start + width]
         q_dtype = getattr(torch, shape.q_dtype)
         num_tokens = len(widths) if shape.query_lens is None else sum(shape.query_lens)
@@ -135,7 +137,7 @@ class Problem:
         }
         self._poison(ids, widths)
         if shape.query_lens is not None:
-            starts = torch.tensor(_starts([*shape.query_lens, 0]), dtype=torch.int32, device=device)
+            starts = torch.tensor([*accumulate(shape.query_lens, initial=0)], dtype=torch.int32, device=device)
             self.args |= {"cu_seqlens_q": starts, "max_seqlen_q": max(shape.query_lens)}
         if (shape.kv_dtype or "") in UNIT:
             unit = UNIT[shape.kv_dtype or ""]
@@ -172,28 +174,18 @@ class Problem:
             order = (num_blocks, shape.block_size, shape.num_kv_heads, dim)
         memory = torch.empty(order, dtype=dtype, device=self.device)
         for part in memory.split(256):  # bounded memory: random numbers are float32
-            x = self._random(*part.shape)
-            part.copy_((x * 40).round().clamp(-128, 127) if dtype == torch.int8 else x)
+            part.copy_(stored(self._random(*part.shape) / UNIT.get(shape.kv_dtype or "", 1.0), dtype))
         return memory if shape.layout == "NHD" else memory.transpose(1, 2)
 
     def _poison(self, ids: Tensor, widths: list[int]) -> None:
         """NaN (the largest number, of a dtype that has none) in the block that nobody owns and past each last token."""
         size = self.shape.block_size
         places = [(int(ids[-1]), 0)]
-        for start, width, n in zip(_starts(widths), widths, self.shape.seq_lens, strict=True):
+        for start, width, n in zip(accumulate(widths, initial=0), widths, self.shape.seq_lens, strict=False):
             if n % size:
                 places.append((int(ids[start + width - 1]), n % size))
         for name in ("k_cache", "v_cache"):
             cache = self.args[name]
-            fill = torch.tensor([127.0 if cache.dtype == torch.int8 else torch.nan], device=self.device).to(cache.dtype)
+            fill = poison(cache.dtype, cache.device)
             for block, first in places:
                 cache[block, first:].copy_(fill.expand_as(cache[block, first:]))
-
-
-def _starts(lengths: list[int]) -> list[int]:
-    """Where each piece begins when pieces of these lengths lie one after another."""
-    starts, total = [], 0
-    for n in lengths:
-        starts.append(total)
-        total += n
-    return starts

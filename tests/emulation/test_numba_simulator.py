@@ -26,7 +26,7 @@ from pagedkern.backends.numba_cuda.device import (
     wait_copies,
     wait_copies_but_last,
 )
-from tests.emulation.numba_simulator import DivergentBarrier, running
+from tests.emulation.simulated_blocks import DivergentBarrier, running
 
 ALL = 0xFFFFFFFF
 P = types.CPointer

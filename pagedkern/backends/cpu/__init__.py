@@ -8,12 +8,12 @@ loops, `plan` cuts a call into work, `kernels` does it, `pool` shares it among t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import ClassVar
 
-from pagedkern.backends.base import ITEMSIZE, AttentionCall, Config, CopyCall, Probe, Problem, WriteCall
+from pagedkern.backends.base import AttentionCall, Config, CopyCall, Probe, Problem, WriteCall, foreign
 from pagedkern.errors import InvalidArgument
 
 MAX_SPAN = 1 << 30  # tokens; positions are int32, so twice this would be no cut at all
@@ -56,15 +56,7 @@ class CpuBackend:
 
     def supports(self, problem: Problem) -> str | None:
         """Everything on the device "cpu"."""
-        if problem.device != "cpu":
-            return f"the tensors are on {problem.device!r}; this backend computes on 'cpu'"
-        if problem.op == "copy_blocks":
-            return None
-        if problem.q_dtype not in ("float32", "float16", "bfloat16"):
-            return f"q is {problem.q_dtype}; this backend computes float32, float16 and bfloat16"
-        if problem.kv_dtype not in ITEMSIZE:
-            return f"the caches are {problem.kv_dtype}; this backend reads {', '.join(ITEMSIZE)}"
-        return None
+        return foreign(problem, "cpu")
 
     def configs(self, problem: Problem) -> Iterable[CpuConfig]:
         """Spans that cut the longest context into more than one piece, and the default."""
@@ -75,13 +67,9 @@ class CpuBackend:
         """The same for every problem: results then do not depend on the batch."""
         return CpuConfig()
 
-    def make_config(self, fields_: Mapping[str, object]) -> CpuConfig:
+    def make_config(self, fields: Mapping[str, object]) -> CpuConfig:
         """The config with these fields."""
-        accepted = [f.name for f in fields(CpuConfig)]
-        for name in fields_:
-            if name not in accepted:
-                raise InvalidArgument(f"config: got an unknown field {name!r}, accepted are {', '.join(accepted)}")
-        return CpuConfig(**fields_)  # type: ignore[arg-type]
+        return CpuConfig.from_dict(fields)
 
     def attention(self, call: AttentionCall, config: Config) -> None:
         """Compute section 4 into `call.out` and `call.lse`.
@@ -93,9 +81,7 @@ class CpuBackend:
         Raises:
             BlockIndexError: a length or a used entry of the block table is out of range; `out` is then undefined.
         """
-        if not isinstance(config, CpuConfig):
-            raise InvalidArgument(f"config: got {type(config).__name__}, accepted is CpuConfig")
-        _launch().attention(call, config.span, self._isa)
+        _launch().attention(call, CpuConfig.expect(config).span, self._isa)
 
     def write_kv(self, call: WriteCall) -> None:
         """Scatter K and V into the slots that `slot_mapping` holds at the start of the call.

@@ -9,16 +9,14 @@ that launches hand over (in Python `instance`). `config` says what can be tuned 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from types import ModuleType
 from typing import ClassVar
 
-from pagedkern.backends.base import ITEMSIZE, AttentionCall, Config, CopyCall, Probe, Problem, WriteCall
+from pagedkern.backends.base import AttentionCall, Config, CopyCall, Probe, Problem, WriteCall, foreign
 from pagedkern.backends.cupy import config as configuration
 from pagedkern.backends.cupy.config import CupyConfig
 from pagedkern.backends.cupy.instance import MAX_DIM
 from pagedkern.backends.cupy.launcher import current_launcher
-from pagedkern.errors import InvalidArgument
 
 __all__ = ["CupyBackend", "CupyConfig"]
 
@@ -34,20 +32,12 @@ class CupyBackend:
 
     def supports(self, problem: Problem) -> str | None:
         """Every dtype and block size; head_dim in steps of 8 up to 256."""
-        device = "cpu" if current_launcher().emulated else "cuda"
-        if problem.device != device:
-            return f"the tensors are on {problem.device!r}; this backend computes on {device!r}"
-        if problem.op == "copy_blocks":
-            return None
-        if problem.q_dtype not in ("float32", "float16", "bfloat16"):
-            return f"q is {problem.q_dtype}; this backend computes float32, float16 and bfloat16"
-        if problem.kv_dtype not in ITEMSIZE:
-            return f"the caches are {problem.kv_dtype}; this backend reads {', '.join(ITEMSIZE)}"
-        if problem.op == "attention":
+        reason = foreign(problem, "cpu" if current_launcher().emulated else "cuda")
+        if reason is None and problem.op == "attention":
             for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
                 if not 8 <= dim <= MAX_DIM or dim % 8:
                     return f"{name} is {dim}; this backend computes multiples of 8 up to {MAX_DIM}"
-        return None
+        return reason
 
     def configs(self, problem: Problem) -> Iterable[CupyConfig]:
         """The default, and other spans, splits, pipelines and copies around it."""
@@ -57,19 +47,13 @@ class CupyBackend:
         """By dtype, head_dim and group: results then do not depend on the batch."""
         return configuration.default_config(problem)
 
-    def make_config(self, fields_: Mapping[str, object]) -> CupyConfig:
+    def make_config(self, fields: Mapping[str, object]) -> CupyConfig:
         """The config with these fields."""
-        accepted = [f.name for f in fields(CupyConfig)]
-        for name in fields_:
-            if name not in accepted:
-                raise InvalidArgument(f"config: got an unknown field {name!r}, accepted are {', '.join(accepted)}")
-        return CupyConfig(**fields_)  # type: ignore[arg-type]
+        return CupyConfig.from_dict(fields)
 
     def attention(self, call: AttentionCall, config: Config) -> None:
         """Compute section 4 into `call.out` and `call.lse`."""
-        if not isinstance(config, CupyConfig):
-            raise InvalidArgument(f"config: got {type(config).__name__}, accepted is CupyConfig")
-        _launch().attention(call, config)
+        _launch().attention(call, CupyConfig.expect(config))
 
     def write_kv(self, call: WriteCall) -> None:
         """Scatter K and V into their slots."""

@@ -123,7 +123,7 @@ def configs(problem: Problem) -> list[CupyConfig]:
     if problem.max_seqlen_q > 1:
         changes = [{}, {"prefill_warps": 8}, {"prefill_stages": 3}, {"prefill_tile": 32}]
     changes += [{"stages": 2}, {"stages": 4}, {"copy": "async"}, {"copy": "bulk"}]
-    made = (CupyConfig(**{**base, **change}) for change in changes)  # type: ignore[arg-type]
+    made = (CupyConfig.from_dict({**base, **change}) for change in changes)
     return list(dict.fromkeys(made))
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from importlib.util import find_spec
 from types import ModuleType
 from typing import ClassVar
 
-from pagedkern.backends.base import ITEMSIZE, AttentionCall, Config, CopyCall, Probe, Problem, WriteCall
+from pagedkern.backends.base import AttentionCall, Config, CopyCall, Probe, Problem, WriteCall, foreign
 from pagedkern.backends.numba_cuda.config import NumbaCudaConfig
-from pagedkern.errors import InvalidArgument
 
 INSTALL = "pip install 'pagedkern[cuda12]' (or [cuda13])"
 HEAD_DIMS = range(16, 257, 8)
@@ -52,17 +50,9 @@ class NumbaCudaBackend:
 
     def supports(self, problem: Problem) -> str | None:
         """Everything on the device "cuda" ("cpu" under the simulator) with head_dims of a multiple of 8."""
-        device = "cpu" if _simulated() else "cuda"
-        if problem.device != device:
-            return f"the tensors are on {problem.device!r}; this backend computes on {device!r} here"
-        if problem.op == "copy_blocks":
-            return None
-        if problem.q_dtype not in ("float32", "float16", "bfloat16"):
-            return f"q is {problem.q_dtype}; this backend computes float32, float16 and bfloat16"
-        if problem.kv_dtype not in ITEMSIZE:
-            return f"the caches are {problem.kv_dtype}; this backend reads {', '.join(ITEMSIZE)}"
-        if problem.op == "write_kv":
-            return None
+        reason = foreign(problem, "cpu" if _simulated() else "cuda")
+        if reason is not None or problem.op != "attention":
+            return reason
         for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
             if dim not in HEAD_DIMS:
                 return f"{name} is {dim}; this backend computes multiples of 8 from 16 to 256"
@@ -84,19 +74,13 @@ class NumbaCudaBackend:
         """The same for every problem; tiles are fitted to the model's shape. Results do not depend on the batch."""
         return NumbaCudaConfig()
 
-    def make_config(self, fields_: Mapping[str, object]) -> NumbaCudaConfig:
+    def make_config(self, fields: Mapping[str, object]) -> NumbaCudaConfig:
         """The config with these fields."""
-        accepted = [f.name for f in fields(NumbaCudaConfig)]
-        for name in fields_:
-            if name not in accepted:
-                raise InvalidArgument(f"config: got an unknown field {name!r}, accepted are {', '.join(accepted)}")
-        return NumbaCudaConfig(**fields_)  # type: ignore[arg-type]
+        return NumbaCudaConfig.from_dict(fields)
 
     def attention(self, call: AttentionCall, config: Config) -> None:
         """Compute section 4 into `call.out` and `call.lse`."""
-        if not isinstance(config, NumbaCudaConfig):
-            raise InvalidArgument(f"config: got {type(config).__name__}, accepted is NumbaCudaConfig")
-        _launch().attention(call, config)
+        _launch().attention(call, NumbaCudaConfig.expect(config))
 
     def write_kv(self, call: WriteCall) -> None:
         """Scatter K and V into their slots. Slots are not checked: -1 writes nothing, others must lie in the cache."""

@@ -13,10 +13,9 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import ClassVar
 
-from pagedkern.backends.base import ITEMSIZE, AttentionCall, Config, CopyCall, Probe, Problem, WriteCall
+from pagedkern.backends.base import AttentionCall, Config, CopyCall, Probe, Problem, WriteCall, foreign
 from pagedkern.backends.triton import config as _config
 from pagedkern.backends.triton.config import TritonConfig
-from pagedkern.errors import InvalidArgument
 
 INSTALL = "pip install 'pagedkern[triton]'"
 OLDEST = (8, 0)  # compute capability: asynchronous copies and bfloat16
@@ -49,18 +48,10 @@ class TritonBackend:
 
     def supports(self, problem: Problem) -> str | None:
         """Everything on a GPU with a head_dim of at most 256."""
-        device = "cpu" if _emulated() else "cuda"
-        if problem.device != device:
-            return f"the tensors are on {problem.device!r}; this backend computes on {device!r}"
-        if problem.op == "copy_blocks":
-            return None
-        if problem.q_dtype not in ("float32", "float16", "bfloat16"):
-            return f"q is {problem.q_dtype}; this backend computes float32, float16 and bfloat16"
-        if problem.kv_dtype not in ITEMSIZE:
-            return f"the caches are {problem.kv_dtype}; this backend reads {', '.join(ITEMSIZE)}"
-        if max(problem.head_dim, problem.head_dim_v) > 256:
+        reason = foreign(problem, "cpu" if _emulated() else "cuda")
+        if reason is None and max(problem.head_dim, problem.head_dim_v) > 256:
             return f"head_dim is {problem.head_dim} and {problem.head_dim_v}; this backend goes up to 256"
-        return None
+        return reason
 
     def configs(self, problem: Problem) -> Iterable[TritonConfig]:
         """The default and its neighbours that fit into this GPU, 10 to 25."""
@@ -74,13 +65,11 @@ class TritonBackend:
 
     def make_config(self, fields: Mapping[str, object]) -> TritonConfig:
         """The config with these fields."""
-        return _config.make_config(dict(fields))
+        return TritonConfig.from_dict(fields)
 
     def attention(self, call: AttentionCall, config: Config) -> None:
         """Compute section 4 into `call.out` and `call.lse` on the current stream, without synchronising."""
-        if not isinstance(config, TritonConfig):
-            raise InvalidArgument(f"config: got {type(config).__name__}, accepted is TritonConfig")
-        _launch().attention(call, config)
+        _launch().attention(call, TritonConfig.expect(config))
 
     def write_kv(self, call: WriteCall) -> None:
         """Scatter K and V into their slots on the current stream."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pagedkern.backends.base import ITEMSIZE, Config, Problem
@@ -62,15 +62,6 @@ class TritonConfig(Config):
             raise InvalidArgument(f"config.span: got {self.span}, accepted is at least the tile, {self.tile}")
         if type(self.allow_tf32) is not bool:
             raise InvalidArgument(f"config.allow_tf32: got {self.allow_tf32!r}, accepted is True or False")
-
-
-def make_config(values: dict[str, object]) -> TritonConfig:
-    """The config with these fields; the others have their defaults of the class."""
-    accepted = [f.name for f in fields(TritonConfig)]
-    for name in values:
-        if name not in accepted:
-            raise InvalidArgument(f"config: got an unknown field {name!r}, accepted are {', '.join(accepted)}")
-    return TritonConfig(**values)  # type: ignore[arg-type]
 
 
 def operand(problem: Problem) -> str:

@@ -18,7 +18,7 @@ from tests.contract.cache_checks import check_copy, check_write
 from tests.contract.checks import assert_same, check_exact, check_no_leak
 from tests.contract.problems import Spec, build
 from tests.contract.targets import EMULATED_CONFIG, Target
-from tests.emulation.numba_simulator import running
+from tests.emulation.simulated_blocks import running
 
 CONFIG = EMULATED_CONFIG["numba_cuda"]
 TARGET = Target("numba_cuda", "cpu", CONFIG, True)
