@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
-import filelock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -312,138 +307,6 @@ def test_every_backend_has_sources_to_hash(name: str) -> None:
     assert device.kernel_hash(name) != "unknown"
 
 
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """Root may do anything, so be somebody else for a moment."""
-    if os.geteuid():
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
-def test_a_read_only_store_is_read_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # tmp_path is inside folders that only their owner enters
-        monkeypatch.setenv("PAGEDKERN_CACHE_DIR", folder)
-        path = save(DECODE, {"reference": TUNED})
-        folders = [Path(folder), Path(folder) / "tuned", path.parent]
-        content = path.read_bytes()
-        path.chmod(0o444)
-        for p in folders:
-            p.chmod(0o555)
-        with unprivileged():
-            store.reload()
-            assert lookup(DECODE) is not None
-            with pytest.raises(OSError):
-                save(DECODE, {"reference": replace(TUNED, gain=9.0)})
-            with pytest.raises(OSError):
-                save(replace(DECODE, device="xpu"), {"reference": TUNED})  # whose folder is not there yet
-        assert path.read_bytes() == content
-        path.chmod(0)
-        with unprivileged():
-            store.reload()
-            assert lookup(DECODE) is None
-        for p in folders:
-            p.chmod(0o755)
-
-
-def test_a_cache_directory_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("PAGEDKERN_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    store.reload()
-    assert lookup(DECODE) is None
-    with pytest.raises(OSError):
-        save(DECODE, {"reference": TUNED})
-
-
-def test_no_home_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PAGEDKERN_CACHE_DIR")
-    monkeypatch.setattr(files, "directory", lambda: None)
-    store.reload()
-    assert lookup(DECODE) is None
-    assert list(store.contents()) == []
-    with pytest.raises(OSError, match="PAGEDKERN_CACHE_DIR"):
-        save(DECODE, {"reference": TUNED})
-
-
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_full_disk_leaves_what_was_there(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(DECODE, {"reference": TUNED})
-    content = path.read_bytes()
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(OSError, match="No space left"):
-            save(DECODE, {"reference": replace(TUNED, gain=9.0)})
-    assert path.read_bytes() == content
-    assert {p.name for p in path.parent.iterdir()} == {path.name, ".lock"}
-
-
-def test_a_lock_that_is_never_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(DECODE, {"reference": TUNED})
-    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
-    with filelock.FileLock(path.parent / ".lock"), pytest.raises(OSError):
-        save(DECODE, {"reference": TUNED})
-    store.reload()
-    assert lookup(DECODE) is not None  # readers need no lock
-
-
-WRITER = """
-import os, signal, sys
-from pagedkern.autotune import store
-from pagedkern.autotune.store import device
-from tests.autotune.test_store import DECODE, TUNED
-from dataclasses import replace
-device.code = lambda name: {"pagedkern": "x", "kernel": "y", "libraries": {}}
-store._fresh = lambda name, code: True
-me, rounds, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-if mode == "die":
-    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-for i in range(rounds):
-    store.save(DECODE, {f"{me}-{i}": TUNED})
-    store.save(replace(DECODE, num_heads=8 * (1 + i)), {me: TUNED})
-"""
-
-
-def start_writer(name: str, rounds: int, mode: str = "live") -> subprocess.Popen[bytes]:
-    root = Path(__file__).parents[2]
-    return subprocess.Popen([sys.executable, "-c", WRITER, name, str(rounds), mode], cwd=root)
-
-
-def test_writers_in_many_processes_lose_nothing(home: Path) -> None:
-    writers, rounds = 4, 15
-    processes = [start_writer(f"writer{w}", rounds) for w in range(writers)]
-    while any(p.poll() is None for p in processes):
-        if path_of().exists():
-            json.loads(path_of().read_text())  # whole at any time
-    assert [p.returncode for p in processes] == [0] * writers
-    names = set(json.loads(path_of().read_text())["choices"])
-    assert names == {f"writer{w}" for w in range(writers)} | {
-        f"writer{w}-{i}" for w in range(writers) for i in range(rounds)
-    }
-    for i in range(1, rounds):
-        document = json.loads(path_of(replace(DECODE, num_heads=8 * (1 + i))).read_text())
-        assert set(document["choices"]) == {f"writer{w}" for w in range(writers)}
-    assert not list(path_of().parent.glob(".*.json.*"))
-
-
-def test_a_writer_killed_at_the_worst_moment() -> None:
-    path = save(DECODE, {"reference": TUNED})
-    content = path.read_bytes()
-    process = start_writer("victim", 1, "die")
-    assert process.wait() == -signal.SIGKILL
-    assert path.read_bytes() == content
-    assert len(list(path.parent.glob(f".{path.name}.*"))) == 1  # what it was writing
-    save(DECODE, {"reference": TUNED})
-    assert {p.name for p in path.parent.iterdir()} == {path.name, ".lock"}
-
-
 LOOK = """
 import sys
 class Block:
@@ -468,50 +331,3 @@ def test_looking_up_needs_the_standard_library_only(tmp_path: Path) -> None:
     code = "import platformdirs; print(platformdirs.user_cache_path('pagedkern', appauthor=False))"
     with_it = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert with_it.stdout == done.stdout
-
-
-def test_two_tuners_at_once_lose_nothing_in_100_rounds(home: Path) -> None:
-    """Both store the same problem and problems of their own, as fast as they can."""
-    rounds = 100
-    processes = [start_writer(f"tuner{w}", rounds) for w in range(2)]
-    while any(p.poll() is None for p in processes):
-        if path_of().exists():
-            json.loads(path_of().read_text())  # whole at any time
-    assert [p.returncode for p in processes] == [0, 0]
-    names = set(json.loads(path_of().read_text())["choices"])
-    assert names >= {f"tuner{w}-{i}" for w in range(2) for i in range(rounds)}
-    for i in range(1, rounds):
-        document = json.loads(path_of(replace(DECODE, num_heads=8 * (1 + i))).read_text())
-        assert set(document["choices"]) == {"tuner0", "tuner1"}
-
-
-def age(path: Path, days: float) -> None:
-    then = time.time() - 86400 * days
-    os.utime(path, (then, then))
-
-
-def test_old_entries_that_are_stale_are_evicted(home: Path) -> None:
-    paths = [save(replace(DECODE, num_heads=8 * i), {"reference": TUNED}) for i in range(2, 6)]
-    for path in paths[:2]:
-        document = json.loads(path.read_text())
-        document["choices"]["reference"]["code"]["kernel"] = "of long ago"
-        path.write_text(json.dumps(document))
-    age(paths[0], 91)  # stale and old
-    age(paths[1], 89)  # stale: another installation may still use it
-    age(paths[2], 1000)  # old and in use
-    paths[3].write_text("{")
-    age(paths[3], 91)  # damaged and old
-    save(DECODE, {"reference": TUNED})
-    assert [path.exists() for path in paths] == [False, True, True, False]
-
-
-def test_there_are_only_so_many_stale_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "KEPT_FILES", 3)
-    paths = [save(replace(DECODE, num_heads=8 * i), {"reference": TUNED}) for i in range(2, 9)]
-    for i, path in enumerate(paths):
-        document = json.loads(path.read_text())
-        document["choices"]["reference"]["code"]["kernel"] = "of long ago"
-        path.write_text(json.dumps(document))
-        age(path, 10 - i)
-    save(DECODE, {"reference": TUNED})
-    assert [path.exists() for path in paths] == [False] * 5 + [True] * 2  # and the new one is the third
