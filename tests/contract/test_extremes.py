@@ -214,7 +214,9 @@ def test_nothing_at_all(target: Target, seq_lens: tuple[int, ...], ragged: bool)
     """No sequence, or padding only; ragged ones with and without queries."""
     check_nothing_at_all(target, Spec(seq_lens=seq_lens, query_lens=(1,) * len(seq_lens) if ragged else None))
     if ragged:
-        check_nothing_at_all(target, Spec(seq_lens=seq_lens, query_lens=(0,) * len(seq_lens), spare_rows=4))
+        for spare_rows in (4, 40):
+            spec = Spec(seq_lens=seq_lens, query_lens=(0,) * len(seq_lens), spare_rows=spare_rows)
+            check_nothing_at_all(target, spec)
         check_nothing_at_all(target, Spec(seq_lens=(7,) * len(seq_lens), query_lens=(0,) * len(seq_lens)))
 
 

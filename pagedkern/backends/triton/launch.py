@@ -145,7 +145,7 @@ class _Plan(NamedTuple):
     merge_grid: tuple[int, int, int]
     merge_numbers: tuple[int, ...]
     merge_constants: tuple[Any, ...]
-    prefill_grid: tuple[int, int, int] | None  # None: no sequence can have so many query tokens
+    prefill_grid: tuple[int, int, int] | None  # None: no sequence is there that could have so many query tokens
     prefill_constants: tuple[Any, ...]
 
 
@@ -178,7 +178,7 @@ def _plan(
         (num_seqs * queries, heads, 1),
         (queries, splits),
         (heads, head_dim_v, columns_v, config.span, parts, min(MERGE_CHUNK, parts), aligns[3]),
-        (tiles, kv_heads, 1) if max_seqlen_q > config.split_queries else None,
+        (tiles, kv_heads, 1) if num_seqs and max_seqlen_q > config.split_queries else None,
         (*shape, config.prefill_rows, config.prefill_tile, *aligns, causal, *products, config.prefill_stages),
     )  # fmt: skip
 

@@ -34,6 +34,7 @@ SPECS = [
     Spec(
         heads=3, kv_heads=1, block_size=256, seq_lens=(70, 33), query_lens=(1, 17), causal=False, window=17, alibi=True
     ),
+    Spec(heads=3, kv_heads=1, seq_lens=(), query_lens=(), spare_rows=40, sinks=0.5),
 ]
 
 
