@@ -25,7 +25,8 @@ test: $(stamp) ## run every test
 oldest: $(stamp) build/oldest ## the Triton backend with the oldest Triton that it supports
 	PYTHONPATH=build/oldest $(run) -c "import triton; assert triton.__version__ == '3.6.0'"
 	PYTHONPATH=build/oldest $(run) -m pytest -n 2 --dist loadgroup tests/emulation/test_triton_interpreter.py \
-		tests/contract/test_cases.py -k "interpreter or triton and ($(OLDEST))" $(ARGS)
+		tests/backends/triton/test_launch.py tests/contract/test_cases.py \
+		-k "interpreter or launch or triton and ($(OLDEST))" $(ARGS)
 	PYTHONPATH=build/oldest $(run) -m benchmarks.triton_aot --every 199 --workers 2
 
 lint: $(stamp) ## style and format
