@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,12 @@ def load(file: Path, dtype: str = "float32", device: str = "cpu") -> tuple[Any, 
         raise SystemExit(f"Not installed: {', '.join(missing)}\n  {INSTALL}")
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of the loader
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    transformers: Any = import_module("transformers")  # much of it has no types
+    transformers.utils.logging.disable_progress_bar()
     where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype)).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype)).eval()
     return model.to(device), tokenizer
 
 
