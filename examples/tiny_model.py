@@ -54,7 +54,7 @@ class TinyModel:
         x = self.embedding[tokens]
         for layer, (to_qkv, to_out, up, down) in enumerate(self.layers):
             qkv = (normalise(x) @ to_qkv).view(len(x), -1, HEAD_DIM)
-            q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            q, k, v = torch.split(qkv, [HEADS, KV_HEADS, KV_HEADS], dim=1)
             x = x + attend(layer, rotate(q, positions), rotate(k, positions), v).flatten(1) @ to_out
             x = x + F.silu(normalise(x) @ up) @ down
         return normalise(x) @ self.unembedding
