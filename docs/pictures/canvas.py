@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-WIDTH = 520  # of every drawing, in units of which a line of text is 15 high: legible on a phone
+WIDTH = 520  # of the drawings of the guides, in units of which a line of text is 15 high: legible on a phone
 LIGHT = {
     "ink": "#22313a", "dim": "#5d6f79", "line": "#8296a1", "hole": "#eef2f4", "paper": "#ffffff",
     "a": "#bfdcf0", "b": "#f9d2a8", "c": "#c6e3bd", "both": "#d9cdee", "hot": "#c2410c",
@@ -41,8 +41,8 @@ def _variables(colours: dict[str, str]) -> str:
 class Canvas:
     """One drawing: `title` is what it shows, in words, for those who cannot see it."""
 
-    def __init__(self, name: str, height: int, title: str) -> None:
-        self.name, self.height, self.title = name, height, title
+    def __init__(self, name: str, height: int, title: str, width: int = WIDTH) -> None:
+        self.name, self.height, self.title, self.width = name, height, title, width
         self._items: list[str] = []
 
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
@@ -88,7 +88,8 @@ class Canvas:
         """The file: colours, rules, items."""
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" class="pk" viewBox="0 0 {WIDTH} {self.height}" role="img">',
+                '<svg xmlns="http://www.w3.org/2000/svg" class="pk" '
+                f'viewBox="0 0 {self.width} {self.height}" role="img">',
                 f"<title>{escape(self.title)}</title>",
                 "<style>",
                 _variables(LIGHT),
