@@ -63,7 +63,7 @@ struct FmaCore {
 #pragma unroll
       for (int r = 0; r < i.rows; r++) {
         const float4 x = *(const float4 *)(q + r * i.dim_k + d);
-        s[r] = fmaf(x.w, k.w, fmaf(x.z, k.z, fmaf(x.y, k.y, fmaf(x.x, k.x, s[r]))));
+        s[r] += fmaf(x.w, k.w, x.z * k.z) + fmaf(x.y, k.y, x.x * k.x); /* few roundings of the whole sum */
       }
     }
 #pragma unroll

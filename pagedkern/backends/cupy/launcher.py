@@ -130,10 +130,12 @@ class CupyLauncher:
         on: device,
     ) -> None:
         import torch
-        from cupy_backends.cuda.api import driver
+        from cupy_backends.cuda.api import driver, runtime
 
         pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
         with torch.cuda.device(on):
+            if not driver.ctxGetCurrent():  # a thread that has not used CUDA yet: the driver gives it no context
+                runtime.setDevice(on.index)
             stream = torch.cuda.current_stream(on).cuda_stream
             driver.launchKernel(
                 kernel.ptr, *grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0

@@ -152,10 +152,10 @@ def tile_steps(c: Constants) -> Steps:
                     for e in range(0, CHUNK, 4):
                         load_vector(x, e, q_tile, (first_row + r) * Q_STRIDE + d + e, 4)
                     for n in range(KEYS):
-                        total, at = sums[r * KEYS + n], n * CHUNK
+                        part, at = float32(0.0), n * CHUNK  # its roundings are small beside those of the whole sum
                         for e in range(CHUNK):
-                            total += x[e] * k[at + e]
-                        sums[r * KEYS + n] = total
+                            part += x[e] * k[at + e]
+                        sums[r * KEYS + n] += part
             for r in range(ROWS):
                 for n in range(KEYS):
                     p[(first_row + r) * P_STRIDE + first_key + n * KEY_THREADS] = sums[r * KEYS + n]

@@ -72,6 +72,16 @@ def test_every_alignment(name: str) -> None:
             assert_same(target().attend(call), want, f"{shift} bytes: {spec}")
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("head_dim", [64, 200, 256])
+def test_long_products_are_exact(head_dim: int, seed: int) -> None:
+    """Scores of ten and more out of many products, which one float32 sum after the other would round too often."""
+    spec = Spec(heads=13, kv_heads=1, head_dim=head_dim, head_dim_v=72, scale=0.3, seq_lens=(32, 256), seed=seed)
+    for query_lens in (None, (7, 1)):
+        call = build(replace(spec, query_lens=query_lens), device=DEVICE)
+        assert_exact(call, target().attend(call))
+
+
 @pytest.fixture
 def specialised() -> Iterator[None]:
     """Kernels compiled for one instance, as on a GPU, where the emulation reads the constants from the launch."""

@@ -48,6 +48,13 @@ def test_exact_in_float32(spec: Spec) -> None:
         check_exact(TARGET, spec)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_long_products_are_exact(seed: int) -> None:
+    """Scores of ten and more out of many products, which one float32 sum after the other would round too often."""
+    with running(single_precision=True):
+        check_exact(TARGET, Spec(heads=2, kv_heads=1, head_dim=256, scale=0.3, seq_lens=(65, 130), seed=seed))
+
+
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "bfloat16", "float16"])
 def test_writes_in_float32(kv_dtype: str) -> None:
     scales: dict[str, Any] = {} if kv_dtype.endswith("16") else {"k_scale": 0.3, "v_scale": 0.7}
