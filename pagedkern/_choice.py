@@ -54,8 +54,9 @@ def _decode_config(text: str) -> dict[str, object]:
 
 
 @lru_cache(maxsize=4096)
-def choose(problem: Problem, backend: str, config: str) -> Choice:
-    """The backend to use for a problem; `backend` is "auto" or a name, `config` "" or the string of `encode_config`.
+def choose(problem: Problem, backend: str, config: str, ordinal: int | None = None) -> Choice:
+    """The backend to use for a problem; `backend` is "auto" or a name, `config` "" or the string of `encode_config`,
+    `ordinal` the number of the GPU: another may have been tuned otherwise.
 
     Cached: call `choose.cache_clear()` after the store of tuned choices has changed.
 
@@ -64,14 +65,14 @@ def choose(problem: Problem, backend: str, config: str) -> Choice:
         BackendUnavailable, Unsupported: the named backend cannot run here, or cannot compute the problem.
     """
     if backend == "auto":
-        return _tuned(problem) or _default(problem)
+        return _tuned(problem, None, ordinal) or _default(problem)
     implementation = registry.available(backend)
     if (reason := implementation.supports(problem)) is not None:
         raise Unsupported(f"backend={backend!r} cannot compute this: {reason}")
     if config:
         chosen = implementation.make_config(_decode_config(config))
         return Choice(backend, chosen, "explicit", "backend and config given by the caller", problem, implementation)
-    tuned = _tuned(problem, backend)
+    tuned = _tuned(problem, backend, ordinal)
     if tuned is not None:
         return tuned
     chosen = implementation.default_config(problem)
@@ -80,13 +81,13 @@ def choose(problem: Problem, backend: str, config: str) -> Choice:
     )
 
 
-def _tuned(problem: Problem, backend: str | None = None) -> Choice | None:
+def _tuned(problem: Problem, backend: str | None, ordinal: int | None) -> Choice | None:
     """What the autotuner found for this problem, if that can run here."""
     if problem.op != "attention":
         return None
     from pagedkern.autotune import store  # read on first use: an untuned engine never opens it
 
-    found = store.lookup(problem, backend)
+    found = store.lookup(problem, backend, ordinal)
     if found is None or found.backend not in registry.names():
         return None
     implementation = registry.load(found.backend)

@@ -113,7 +113,7 @@ def _attention(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, scale, causal, sliding_window, softcap,
         alibi_slopes, sinks,
     )  # fmt: skip
-    choice = choose(problem, backend, config)
+    choice = choose(problem, backend, config, q.device.index)
     call = AttentionCall(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, scale, causal, sliding_window, softcap,
         alibi_slopes, sinks, _scales(k_scale, k_number, k_cache), _scales(v_scale, v_number, v_cache), out, lse,

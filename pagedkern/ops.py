@@ -105,7 +105,7 @@ def paged_attention(
         q: [T, H, D], float32, float16 or bfloat16, last dimension contiguous.
         k_cache, v_cache: [N, B, G, D] and [N, B, G, E], equal dtype (a float dtype, float8_e4m3fn, float8_e5m2 or
             int8); any strides but for the last dimension, so NHD, HND and fused tensors are views of this shape.
-        block_table: int32 [S, W], any row stride: entry [i, j] is the block of sequence i's tokens j*B .. j*B+B-1.
+        block_table: int32 [S, W], any row stride: entry [i, j] is the block of sequence i's tokens `j*B .. j*B+B-1`.
             Entries past the sequence, or wholly behind its sliding window, are never followed and may hold anything.
         seq_lens: int32 [S], tokens in the cache with this step's own; 0 is a padding row.
         cu_seqlens_q: int32 [S+1], prefix sums of query lengths, from 0. None: one query a sequence, T == S.
@@ -160,10 +160,15 @@ def explain(
 ) -> Choice:
     """Which backend and configuration `paged_attention` would use for these arguments, and why. Computes nothing.
 
-    Takes the arguments of `paged_attention` that matter to the choice, and raises the same errors for them.
+    Args:
+        q, k_cache, v_cache, block_table, seq_lens: as in `paged_attention`; only shapes and dtypes matter.
+        options: the other arguments of `paged_attention`, but for `out`, `return_lse` and `debug`.
+
+    Raises:
+        InvalidArgument (InvalidType), Unsupported, BackendUnavailable: as `paged_attention` would.
     """
     arguments = _attention_arguments(q, k_cache, v_cache, block_table, seq_lens, **options)
-    return choose(_operators.attention_problem(*arguments), arguments[-2], arguments[-1])
+    return choose(_operators.attention_problem(*arguments), arguments[-2], arguments[-1], arguments[0].device.index)
 
 
 def _attention_arguments(
@@ -231,6 +236,7 @@ def _attention_arguments(
         softcap = check.number("softcap", softcap, "a positive finite number, or None for no cap")
         if softcap <= 0:
             check.refuse("softcap", softcap, "a positive finite number, or None for no cap")
+        softcap = min(max(softcap, 2.0**-100), 2.0**100)  # float32 holds that, and no score that matters is changed
     k_scales, k_number = check.scale("k_scale", k_scale, keys)
     v_scales, v_number = check.scale("v_scale", v_scale, values)
     return (

@@ -3,6 +3,7 @@
 Lengths of none, one, and just below, at and above a block and a power of two; queries that are fewer or more than the
 tokens; scores so large that a softmax without its maximum overflows; a value in front that must not be lost; NaN in
 every slot that nobody may read, also in front of a block's end; garbage in unused table entries; an output full of NaN.
+If there is a window it is a short one, with NaN behind it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,22 @@ import math
 import torch
 from torch import Tensor
 
+from pagedkern.autotune.space import Workload
+
 GARBAGE = 2**31 - 1  # block id in unused table entries
+WINDOW = 21  # tokens, of the hostile batch: shorter than some of its lengths, no multiple of a block size
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], query_lens: list[int], dtype: torch.dtype, scale: float = 1.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    query_lens: list[int],
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention over contiguous K and V, computed in a dtype: softmax(q k / sqrt(D)) v, causal.
 
@@ -24,6 +36,8 @@ def dense(
         q: [T, H, D], rows of one sequence after another.
         k, v: [S, L, G, D], multiplied by `scale` first.
         lengths, query_lens: tokens of each sequence, and how many of them, the last ones, have a query.
+        sliding_window: tokens that a query sees, its own included.
+        softcap: scores s become softcap * tanh(s / softcap).
 
     Returns [T, H, D]; a row that sees nothing is 0.
     """
@@ -35,11 +49,15 @@ def dense(
         rows = slice(row, row + count)
         row += count
         position = torch.arange(length - count, length, device=q.device)[:, None, None]
-        hidden = torch.arange(length, device=q.device) > position  # [R, 1, L]
+        keys_at = torch.arange(length, device=q.device)
+        hidden = keys_at > position  # [R, 1, L]
+        if sliding_window is not None:
+            hidden |= keys_at <= position - sliding_window
         for h in range(num_kv_heads if length else 0):
             heads = slice(h * group, (h + 1) * group)
             keys, values = (x[i, :length, h].to(dtype) * scale for x in (k, v))  # [L, D]
             score = q[rows, heads].to(dtype) @ keys.T * head_dim**-0.5  # [R, H/G, L]
+            score = score if softcap is None else softcap * (score / softcap).tanh()
             weights = score.masked_fill(hidden, -math.inf).softmax(-1)
             out[rows, heads] = weights.nan_to_num(0.0) @ values
     return out
@@ -99,15 +117,16 @@ class Hostile:
 
     def __init__(
         self,
-        heads: tuple[int, int, int],
+        workload: Workload,
         dtypes: tuple[torch.dtype, torch.dtype],
         block_size: int,
-        decode: bool,
         generator: torch.Generator,
         cache_scale: float,
     ) -> None:
-        """`heads`: query heads, KV heads, head_dim. `dtypes`: of q, of the cache."""
-        device = generator.device
+        """Heads, softcap and kind are the workload's. `dtypes`: of q, of the cache."""
+        device, decode = generator.device, workload.kind == "decode"
+        heads = (workload.num_heads, workload.num_kv_heads, workload.head_dim)
+        self.sliding_window = None if workload.sliding_window is None else min(WINDOW, workload.sliding_window)
         self.lengths, self.query_lens = lengths_for(block_size, decode)
         longest, count = max(self.lengths), len(self.lengths)
 
@@ -119,9 +138,14 @@ class Hostile:
         self.q = q.to(dtypes[0])
         k, v = (stored(random(count, longest, *heads[1:]) / cache_scale, dtypes[1]) for _ in range(2))
         self.truth, own = (
-            dense(self.q, k, v, self.lengths, self.query_lens, dtype, cache_scale).double()
+            dense(
+                self.q, k, v, self.lengths, self.query_lens, dtype, cache_scale, self.sliding_window, workload.softcap
+            ).double()
             for dtype in (torch.float64, dtypes[0])
         )
+        for i, (length, queries) in enumerate(zip(self.lengths, self.query_lens, strict=True)):
+            behind = 0 if self.sliding_window is None else max(0, length - queries + 1 - self.sliding_window)
+            k[i, :behind] = v[i, :behind] = poison(dtypes[1], device)
         self.tolerance = 2 * (own - self.truth).abs().max().item() + 1e-6
         self.k_cache, self.v_cache, self.table = lay_out(k, v, self.lengths, block_size, generator)
         self.seq_lens = torch.tensor(self.lengths, dtype=torch.int32, device=device)

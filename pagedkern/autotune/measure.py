@@ -50,7 +50,7 @@ class Bench:
         self._cut: dict[int | None, Tensor] = {}  # lengths at a context, kept for the graphs that read them
         self._clock = GpuClock()
         self._hostile: dict[int, Hostile] = {}  # by block size, made on first use
-        self._reader: _Reader | None = None
+        self._reader: Reader | None = None
         self._product: Tensor | None = None
 
     def prepare(self, candidate: Candidate) -> None:
@@ -99,7 +99,7 @@ class Bench:
 
     def read_bandwidth(self) -> float:
         """Bytes per second of the plainest thing that reads memory."""
-        self._reader = self._reader or _Reader(self.workload.device)
+        self._reader = self._reader or Reader(self.workload.device)
         return self._reader.sample()
 
     def product_rate(self) -> float:
@@ -123,7 +123,8 @@ class Bench:
         starts = None if self._starts is None else self._starts[: num_seqs + 1]
         ops.paged_attention(
             self._q[:rows], k_cache, v_cache, table[:num_seqs], lens[:num_seqs], cu_seqlens_q=starts,
-            max_seqlen_q=self.workload.query_len, k_scale=scale, v_scale=scale, out=self._out[:rows],
+            max_seqlen_q=self.workload.query_len, sliding_window=self.workload.sliding_window,
+            softcap=self.workload.softcap, k_scale=scale, v_scale=scale, out=self._out[:rows],
             backend=candidate.backend, config=candidate.fields,
         )  # fmt: skip
 
@@ -131,17 +132,13 @@ class Bench:
         scale = None if self._scale == 1.0 else self._scale
         ops.paged_attention(
             batch.q, batch.k_cache, batch.v_cache, batch.table, batch.seq_lens, cu_seqlens_q=batch.starts,
-            max_seqlen_q=max(batch.query_lens), k_scale=scale, v_scale=scale, out=batch.out,
-            backend=candidate.backend, config=candidate.fields,
+            max_seqlen_q=max(batch.query_lens), sliding_window=batch.sliding_window, softcap=self.workload.softcap,
+            k_scale=scale, v_scale=scale, out=batch.out, backend=candidate.backend, config=candidate.fields,
         )  # fmt: skip
 
     def _hostile_at(self, block_size: int) -> Hostile:
         if block_size not in self._hostile:
-            w = self.workload
-            heads = (w.num_heads, w.num_kv_heads, w.head_dim)
-            decode = w.kind == "decode"
-            made = Hostile(heads, self._dtypes, block_size, decode, self._generator, self._scale)
-            self._hostile[block_size] = made
+            self._hostile[block_size] = Hostile(self.workload, self._dtypes, block_size, self._generator, self._scale)
         return self._hostile[block_size]
 
     def _lay_out(self, block_size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -166,13 +163,14 @@ class Bench:
 
     def _dense(self, dtype: torch.dtype) -> Tensor:
         w = self.workload
-        return dense(self._q, self._k, self._v, w.seq_lens, [w.query_len] * w.num_seqs, dtype, self._scale)
+        lens = [w.query_len] * w.num_seqs
+        return dense(self._q, self._k, self._v, w.seq_lens, lens, dtype, self._scale, w.sliding_window, w.softcap)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator, device=self.workload.device)
 
 
-class _Reader:
+class Reader:
     """Reads a buffer larger than any cache with the fastest reduction that torch has on the device."""
 
     def __init__(self, device: str) -> None:

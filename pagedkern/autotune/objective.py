@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import exp
 
-from pagedkern.autotune.rates import Rates, causal_pairs
+from pagedkern.autotune.rates import Rates
 from pagedkern.autotune.workloads import Model, Request, Traffic
 
 DRAWN = 1000  # requests that stand for a workload
@@ -92,7 +92,7 @@ def _score(traffic: Traffic, model: Model, rates: Rates, num_blocks: int, b: int
     prefill = 0.0
     for r, hit in zip(requests, cached, strict=True):
         prefill += (r.prompt - hit) * rates.token_seconds(model)
-        prefill += rates.prefill_seconds(model, b, causal_pairs(int(hit), r.prompt))
+        prefill += rates.prefill_seconds(model, b, model.pairs(int(hit), r.prompt))
     prefill /= count
     copy = sum(_copies(traffic, r, b) for r in requests) / count * rates.copy_seconds(model, b)
     swap = held.swapped_blocks(num_blocks) * rates.swap_seconds(model, b)

@@ -19,10 +19,10 @@ from pagedkern.autotune.records import Recorded
 from pagedkern.autotune.space import Candidate, Space, Workload
 from pagedkern.autotune.store import Key, Tuned, entry
 from pagedkern.autotune.store import device as machine
+from pagedkern.autotune.store import profiles as stored
 from pagedkern.autotune.workloads import Model
 from pagedkern.backends.base import ITEMSIZE
 
-FORMAT = 1
 LINK = 25e9  # bytes per second between a GPU and its host: what PCIe 4.0 x16 carries in practice, of 32e9
 DIGITS = 4  # of numbers that are kept: more would be noise
 
@@ -36,17 +36,31 @@ class Shape:
     head_dim: int
     dtype: str
     kv_dtype: str
+    windows: tuple[int | None, ...]  # of its layers, None that of layers without one
+    softcap: bool
 
     @classmethod
-    def of(cls, model: Model | Workload) -> Shape:
-        kv_dtype = model.cache_dtype if isinstance(model, Model) else model.kv_dtype
-        return cls(model.num_heads, model.num_kv_heads, model.head_dim, model.dtype, kv_dtype)
+    def of(cls, model: Model) -> Shape:
+        heads = model.num_heads, model.num_kv_heads, model.head_dim
+        return cls(*heads, model.dtype, model.cache_dtype, model.windows, model.softcap is not None)
+
+    @classmethod
+    def of_problems(cls, workloads: Sequence[Workload]) -> Shape:
+        """Of the problems that stand for one model."""
+        w = workloads[0]
+        windows = dict.fromkeys(other.sliding_window for other in workloads)
+        heads = w.num_heads, w.num_kv_heads, w.head_dim
+        return cls(*heads, w.dtype, w.kv_dtype, tuple(windows), w.softcap is not None)
 
     def name(self) -> str:
-        return f"h{self.num_heads}-g{self.num_kv_heads}-d{self.head_dim}-{self.dtype}-kv-{self.kv_dtype}"
+        """For files: what is usual is left out, as in `store.Key.filename`."""
+        parts = [f"h{self.num_heads}", f"g{self.num_kv_heads}", f"d{self.head_dim}", self.dtype]
+        parts += [f"kv-{self.kv_dtype}"] if self.kv_dtype != self.dtype else []
+        parts += ["all" if w is None else f"w{w}" for w in self.windows if self.windows != (None,)]
+        return "-".join([*parts, "softcap"] if self.softcap else parts)
 
     def distance(self, other: Shape) -> float:
-        """How little the rates of one say about the other: dtypes first, then the group, then the rest."""
+        """How little the rates of one say about the other: dtypes first, then the group, then sizes, then the rest."""
         sizes = [
             abs(math.log2(a / b))
             for a, b in (
@@ -54,11 +68,16 @@ class Shape:
                 (self.head_dim, other.head_dim),
             )
         ]
-        return 100 * (self.dtype != other.dtype) + 50 * (self.kv_dtype != other.kv_dtype) + 2 * sizes[0] + sizes[1]
+        kinds = 100 * (self.dtype != other.dtype) + 50 * (self.kv_dtype != other.kv_dtype)
+        rest = 0.2 * (self.softcap != other.softcap) + 0.1 * (self.windows != other.windows)
+        return kinds + 2 * sizes[0] + sizes[1] + rest
 
 
 def rates_of(spaces: Sequence[Space], logs: Sequence[Log], picks: Sequence[Mapping[int, Candidate]]) -> Rates | None:
     """The rates of a machine from the times of what was picked at each block size of each problem.
+
+    Of several decode problems, for layers with and without a window, the first counts, and so of prefill: the rates are
+    those of bytes and operations, of which a window leaves fewer.
 
     None without a decode problem, without a plain read, or if nothing was picked.
     """
@@ -97,9 +116,11 @@ def _call_seconds(space: Space, log: Log) -> float:
     for contexts in log.lengths.values():
         full, part = max(contexts), min(contexts)
         if full > part:
-            tokens = [sum(min(n, context) for n in space.workload.seq_lens) for context in (part, full)]
+            read, lens = space.workload.tokens_read, space.workload.seq_lens
+            tokens = [sum(read(min(n, context)) for n in lens) for context in (part, full)]
             times = [median(contexts[context]) for context in (part, full)]
-            found.append(times[0] - tokens[0] * (times[1] - times[0]) / (tokens[1] - tokens[0]))
+            if tokens[1] > tokens[0]:  # a short window reads as much of both
+                found.append(times[0] - tokens[0] * (times[1] - times[0]) / (tokens[1] - tokens[0]))
     return max(0.0, min(found, default=0.0))
 
 
@@ -111,7 +132,8 @@ class Profile:
     shape: Shape
     rates: Rates
     code: Mapping[str, object]  # for each backend: see `store.device.code`
-    when: str
+    driver: str  # see `store.device.driver`
+    when: str  # UTC, ISO 8601
     measured: str  # the problems, in words
     load: float | None = None  # of the machine when it was measured
 
@@ -120,9 +142,9 @@ def to_json(profile: Profile) -> dict[str, Any]:
     """A JSON object, numbers rounded."""
     rates = profile.rates
     return {
-        "format": FORMAT,
+        "format": stored.FORMAT,
         "device": dict(profile.device),
-        "shape": asdict(profile.shape),
+        "shape": {**asdict(profile.shape), "windows": list(profile.shape.windows)},
         "read": _rounded(rates.read),
         "compute": _rounded(rates.compute),
         "link": _rounded(rates.link),
@@ -131,6 +153,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
             for block_size, speed in sorted(rates.speeds.items())
         },
         "code": dict(profile.code),
+        "driver": profile.driver,
         "when": profile.when,
         "measured": profile.measured,
         "load": profile.load,
@@ -139,10 +162,11 @@ def to_json(profile: Profile) -> dict[str, Any]:
 
 def from_json(document: Mapping[str, Any]) -> Profile:
     """The profile of a JSON object. Raises `ValueError`, `KeyError` or `TypeError` if it is none."""
-    if document["format"] != FORMAT:
-        raise ValueError(f"of format {document['format']!r}, not {FORMAT}")
-    shape = Shape(**document["shape"])
-    if not all(type(n) is int and n > 0 for n in (shape.num_heads, shape.num_kv_heads, shape.head_dim)):
+    if document["format"] != stored.FORMAT:
+        raise ValueError(f"of format {document['format']!r}, not {stored.FORMAT}")
+    shape = Shape(**{**document["shape"], "windows": tuple(document["shape"]["windows"])})
+    numbers = (shape.num_heads, shape.num_kv_heads, shape.head_dim, *(w for w in shape.windows if w is not None))
+    if not all(type(n) is int and n > 0 for n in numbers) or not shape.windows or type(shape.softcap) is not bool:
         raise ValueError("a shape that is none")
     if shape.dtype not in ITEMSIZE or shape.kv_dtype not in ITEMSIZE:  # names of files are made of them
         raise ValueError("a dtype that is none")
@@ -163,13 +187,15 @@ def from_json(document: Mapping[str, Any]) -> Profile:
     device, code = document["device"], document["code"]
     if not machine.is_identity(device) or not isinstance(code, dict):
         raise ValueError("no device or no code")
-    when, measured = document["when"], document["measured"]
-    if not all(isinstance(text, str) and text.isprintable() for text in (when, measured)):
-        raise ValueError("when or measured is no text")
+    when, measured, driver = document["when"], document["measured"], document["driver"]
+    if not all(isinstance(text, str) and text.isprintable() for text in (when, measured, driver)):
+        raise ValueError("when, measured or driver is no text")
+    if stored.moment(document) is None:
+        raise ValueError(f"when is {when!r:.40}, no time with its zone")
     read, compute, link = (_positive(document[name]) for name in ("read", "compute", "link"))
     load = None if document["load"] is None else _positive(document["load"], zero=True)
     rates = Rates(read, compute, link, speeds)
-    return Profile(device, shape, rates, code, when, measured, load)
+    return Profile(device, shape, rates, code, driver, when, measured, load)
 
 
 def distil(recorded: Recorded) -> dict[str, Any] | None:
@@ -183,14 +209,15 @@ def distil(recorded: Recorded) -> dict[str, Any] | None:
     workloads = [space.workload for space in recorded.spaces]
     code = {name: value for codes in recorded.code for name, value in codes.items()}
     measured = "; ".join(f"{w.kind}: {w}" for w in workloads)
-    profile = Profile(recorded.device, Shape.of(workloads[0]), rates, code, recorded.when, measured, recorded.load)
+    shape, driver = Shape.of_problems(workloads), recorded.driver
+    profile = Profile(recorded.device, shape, rates, code, driver, recorded.when, measured, recorded.load)
     choices = []
     for space, log, verdict in zip(recorded.spaces, recorded.logs, verdicts, strict=True):
         for block_size, tuned in choices_of(space, log, verdict).items():
             key = asdict(Key.of(space.workload.problem(block_size)))
             for name, choice in tuned.items():
                 fields = {k: _rounded(v) if isinstance(v, float) else v for k, v in entry(choice, code[name]).items()}  # type: ignore[arg-type]
-                choices.append({"problem": key, "backend": name, **fields, "when": recorded.when})
+                choices.append({"problem": key, "backend": name, **fields, "when": recorded.when, "driver": driver})
     return {**to_json(profile), "choices": choices}
 
 

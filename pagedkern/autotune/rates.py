@@ -57,8 +57,3 @@ class Rates:
     def swap_seconds(self, model: Model, block_size: int) -> float:
         """Moving one block out and in again."""
         return 2 * block_size * model.token_bytes / self.link
-
-
-def causal_pairs(start: int, end: int) -> int:
-    """Pairs of a query at positions `start .. end-1` and a key that it sees."""
-    return (end * (end + 1) - start * (start + 1)) // 2

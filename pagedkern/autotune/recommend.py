@@ -52,16 +52,14 @@ def recommend(
             JSONL file.
         memory: bytes of the cache, all layers, K and V together; or a text such as "24GB".
         model: a preset ("llama-3-8b", ...) or a shape, see `workloads.model`. None: the workload's, else llama-3-8b.
-        device: torch device type, "cpu" or "cuda"; an index is passed over. None: a GPU if torch is loaded and finds
-            one.
+        device: torch device, "cpu", "cuda" (the current GPU) or "cuda:1". None: a GPU if torch is loaded and finds one.
 
     The tier says what this rests on, as `explain` does for kernels: measurements of this machine for this shape; else
     of this machine for the shape most like it, or with other versions of the kernels; else of the machine most like
     this one, imported or shipped with the library; else nothing, and the block size is the usual 16.
 
     Raises:
-        InvalidArgument: no such workload or model, a malformed file, memory in which nothing fits, or no GPU for
-            "cuda".
+        InvalidArgument: no such workload or model, a malformed file, memory in which nothing fits, or no such device.
     """
     traffic = workloads.load(workload)
     of = workloads.model(model) if model is not None else traffic.model or workloads.model(workloads.model_names()[0])
@@ -70,10 +68,7 @@ def recommend(
         raise InvalidArgument(
             f"memory: got {size:,} bytes, accepted is at least {USUAL_BLOCK_SIZE * of.token_bytes:,}, one block"
         )
-    on = (device or default_device()).partition(":")[0]
-    if on == "cuda" and not machine.present(on):
-        raise InvalidArgument(f"device: got {device!r}, accepted is 'cpu': torch finds no GPU")
-    found, tier, reason = find(of, on)
+    found, tier, reason = find(of, *_device(device or default_device()))
     scores = score(traffic, of, found.rates, size) if found else []
     chosen = best(scores)
     if chosen is None:
@@ -84,9 +79,24 @@ def recommend(
     )
 
 
-def find(model: Model, device: str) -> tuple[Profile | None, str, str]:
-    """The profile to reckon with, its tier and a sentence on it."""
-    identity, shape = machine.identity(device), Shape.of(model)
+def _device(device: str) -> tuple[str, int | None]:
+    """Type and number of a device. Raises `InvalidArgument`."""
+    kind, colon, number = device.partition(":")
+    if kind == "cuda" and not machine.present(kind):
+        raise InvalidArgument(f"device: got {device!r}, accepted is 'cpu': torch finds no GPU")
+    if kind not in ("cpu", "cuda") or (colon and not number.isdecimal()):
+        raise InvalidArgument(f"device: got {device!r}, accepted is 'cpu', 'cuda' or as 'cuda:1'")
+    if kind == "cpu" or not colon:
+        return kind, None
+    count = int(sys.modules["torch"].cuda.device_count())
+    if int(number) >= count:
+        raise InvalidArgument(f"device: got {device!r}, accepted is 'cuda:0' to 'cuda:{count - 1}'")
+    return kind, int(number)
+
+
+def find(model: Model, device: str, ordinal: int | None = None) -> tuple[Profile | None, str, str]:
+    """The profile to reckon with on a device, see `device.identity`, its tier and a sentence on it."""
+    identity, shape = machine.identity(device, ordinal), Shape.of(model)
     here = [p for _, document in stored.own(identity) if (p := _parse(document)) and dict(p.device) == dict(identity)]
     for profile in here:
         if profile.shape == shape and fresh(profile.code):
@@ -102,7 +112,7 @@ def find(model: Model, device: str) -> tuple[Profile | None, str, str]:
     known = [p for _, document in stored.others() if (p := _parse(document)) and machine.likeness(identity, p.device)]
     alike = min(known, key=lambda p: (-machine.likeness(identity, p.device), p.shape.distance(shape)), default=None)
     if alike is not None:
-        where = f"{machine.describe(alike.device)}{_busy(alike)}"
+        where = f"{machine.describe(alike.device)}{_busy(alike)}{'' if fresh(alike.code) else ' with other kernels'}"
         return alike, "tuned-nearest", f"not tuned here: measured on {where}, {alike.when[:10]}, {alike.measured}"
     return (
         None,
@@ -113,6 +123,19 @@ def find(model: Model, device: str) -> tuple[Profile | None, str, str]:
 
 def _busy(profile: Profile) -> str:
     return " (busy at that time)" if machine.is_busy(profile.load, profile.device.get("threads")) else ""
+
+
+def known() -> list[tuple[str, Path, Profile]]:
+    """Every profile there is, for people to read, with its state: "used" for its shape on this machine, "stale" if it
+    was measured here with other kernels or libraries, "another machine", "imported" or "shipped"."""
+    found = []
+    for origin, path, document in stored.contents():
+        if (profile := _parse(document)) is not None:
+            kind = str(profile.device["type"])
+            here = machine.present(kind) and dict(machine.identity(kind)) == dict(profile.device)
+            state = ("used" if fresh(profile.code) else "stale") if here else "another machine"
+            found.append((state if origin == "measured" else origin, path, profile))
+    return found
 
 
 def fresh(code: Mapping[str, object]) -> bool:

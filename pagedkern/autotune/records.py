@@ -1,8 +1,9 @@
 """Raw measurements as JSON lines: written as they are made, read to resume a run, to replay it, and for reports.
 
-The first line describes the machine, then for each problem a line with its candidates, followed by what was measured of
-them; see `log.Log` for the kinds. Every line is complete in itself and flushed, so what a killed run leaves behind is
-good but for its last line.
+The first line describes the machine, then for each problem a line with its candidates, and what was measured of them;
+see `log.Log` for the kinds. Every line is complete in itself and flushed, so what a killed run leaves behind is good
+but for its last line. A run that is gone on with begins a new file with what it knows, which takes the place of the old
+one when it is whole.
 """
 
 from __future__ import annotations
@@ -12,22 +13,23 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from pagedkern.autotune.log import Log, Record
+from pagedkern.autotune.log import Log, Record, Sink
 from pagedkern.autotune.space import Candidate, Space, Workload
 from pagedkern.autotune.store import device as machine
 from pagedkern.backends.base import ITEMSIZE
 from pagedkern.errors import InvalidArgument
 
-FORMAT = 1
+FORMAT = 2
 MOST_ROUNDS, MOST_SEQS = 1 << 16, 1 << 20  # a file that names more is not ours
+KEPT_DAYS, KEPT_RUNS = 90, 50  # a file of an earlier run goes when it is older, or when there are more
 
 logger = logging.getLogger("pagedkern.autotune")
 
@@ -42,25 +44,45 @@ class Recorded:
     logs: list[Log] = field(default_factory=list)
     code: list[Mapping[str, object]] = field(default_factory=list)  # for each problem, by backend: see `device.code`
     load: float | None = None  # of the machine when the run began
+    driver: str = ""  # see `device.driver`
 
 
 class Journal:
-    """Writes the records of a run. While another process writes to that file, to one beside it: see `path`."""
+    """Writes the records of a run: what there is of them, and from then on what is added to its logs.
 
-    def __init__(self, path: Path) -> None:
+    The file is put in place whole, so that a run killed at any time leaves what was there, or what is there now, and
+    whatever came after. While another process writes to that file, another one beside it is taken: see `path`.
+
+    Raises:
+        OSError: the file cannot be written; what was there is there still.
+    """
+
+    def __init__(self, path: Path, recorded: Recorded) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            path = path.with_name(f"{path.stem}-{os.getpid()}{path.suffix}")
-            self._file = path.open("w", encoding="utf-8")
+        self.path, owner = _claim(path)
+        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        if self.path.exists() and not self.path.is_file():  # a pipe or a device: written to as it is
+            self._file, aside = owner, self.path
         else:
-            if path.is_file():
-                self._file.truncate(0)
-        self.path = path
-        self._problems = 0
+            self._file = aside.open("w", encoding="utf-8")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            self._file.writelines(json.dumps(r, allow_nan=False) + "\n" for r in _lines(recorded))
+            self._file.flush()
+            if aside != self.path:
+                os.fsync(self._file.fileno())
+                os.replace(aside, self.path)
+        except BaseException:
+            with suppress(OSError):
+                self._file.close()
+            if aside != self.path:
+                aside.unlink(missing_ok=True)
+            raise
+        finally:
+            if owner is not self._file:
+                owner.close()
+        for number, (space, log) in enumerate(zip(recorded.spaces, recorded.logs, strict=True)):
+            log.sink = self._sink(number, space)
 
     def __enter__(self) -> Journal:
         return self
@@ -71,33 +93,9 @@ class Journal:
         with suppress(OSError):
             self._file.close()
 
-    def begin(self, device: Mapping[str, str | int], when: str = "", load: float | None = None) -> None:
-        now = when or datetime.now(UTC).isoformat(timespec="seconds")
-        load_ = machine.load() if load is None else load
-        self._write({"record": "run", "format": FORMAT, "device": dict(device), "when": now, "load": load_})
-
-    def follow(self, space: Space, log: Log, code: Mapping[str, object] | None = None) -> None:
-        """Write what a log holds, and from now on what is added to it."""
-        number = self._problems
-        self._problems += 1
-        index = {candidate: i for i, candidate in enumerate(space.candidates)}
-        self._write(
-            {
-                "record": "problem",
-                "problem": number,
-                "workload": asdict(space.workload),
-                "candidates": [[c.block_size, c.backend, c.fields, c.is_default] for c in space.candidates],
-                "refused": list(space.refused),
-                "code": code or code_of(space),
-            }
-        )
-
-        def sink(record: Record, candidate: Candidate | None) -> None:
-            self._write({**record, "problem": number, **({"candidate": index[candidate]} if candidate else {})})
-
-        for record, candidate in entries(log):
-            sink(record, candidate)
-        log.sink = sink
+    def _sink(self, number: int, space: Space) -> Sink:
+        index = _index(space)
+        return lambda record, candidate: self._write(_line(record, candidate, number, index))
 
     def _write(self, record: Mapping[str, object]) -> None:
         if self._file.closed:
@@ -109,6 +107,58 @@ class Journal:
             logger.warning("%s: no more records are written: %s", self._file.name, error)
             with suppress(OSError):
                 self._file.close()
+
+
+def _claim(path: Path) -> tuple[Path, IO[str]]:
+    """The file to write, and a lock on it: `path`, or one beside it while another process writes there. Only who holds
+    the lock of a file puts another in its place, and holds that one's."""
+    while True:
+        file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return path, file
+        except BlockingIOError:
+            path = path.with_name(f"{path.stem}-{os.getpid()}{path.suffix}")
+        except FileNotFoundError:  # gone in between
+            pass
+        file.close()
+
+
+def _lines(recorded: Recorded) -> Iterator[Record]:
+    """The records of a run, in an order in which they could have come."""
+    of = {"device": dict(recorded.device), "when": recorded.when, "load": recorded.load, "driver": recorded.driver}
+    yield {"record": "run", "format": FORMAT, **of}
+    for number, (space, log, code) in enumerate(zip(recorded.spaces, recorded.logs, recorded.code, strict=True)):
+        candidates = [[c.block_size, c.backend, c.fields, c.is_default] for c in space.candidates]
+        yield {
+            "record": "problem", "problem": number, "workload": asdict(space.workload), "candidates": candidates,
+            "refused": list(space.refused), "code": dict(code),
+        }  # fmt: skip
+        index = _index(space)
+        yield from (_line(record, candidate, number, index) for record, candidate in entries(log))
+
+
+def _index(space: Space) -> dict[Candidate, int]:
+    return {candidate: i for i, candidate in enumerate(space.candidates)}
+
+
+def _line(record: Record, candidate: Candidate | None, number: int, index: Mapping[Candidate, int]) -> Record:
+    return {**record, "problem": number, **({"candidate": index[candidate]} if candidate else {})}
+
+
+def evict(folder: Path) -> None:
+    """Drop the files of earlier runs that are old, or too many: the newest stay."""
+    ages = sorted((time.time() - path.stat().st_mtime, path) for path in _files(folder))
+    for rank, (age, path) in enumerate(ages):
+        if age > KEPT_DAYS * 86400 or rank >= KEPT_RUNS:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    """Those of runs, and what a killed run had not put in place yet."""
+    return (path for pattern in ("*.jsonl", ".*.jsonl.*") for path in folder.glob(pattern))
 
 
 def code_of(space: Space) -> dict[str, object]:
@@ -158,7 +208,7 @@ def load(path: Path) -> Recorded:
                     raise ValueError(f"not the records of a run, of format {FORMAT}")
                 if not machine.is_identity(record["device"]):
                     raise ValueError("of no device")
-                found = Recorded(record["device"], str(record["when"]))
+                found = Recorded(record["device"], str(record["when"]), driver=str(record["driver"]))
                 found.load = None if record["load"] is None else float(record["load"])
             else:
                 _add(found, record)
@@ -205,6 +255,8 @@ def _space(record: Mapping[str, object]) -> Space:
     sizes = (w.num_heads, w.num_kv_heads, w.head_dim, w.context, w.query_len)
     if not all(map(_small, sizes)) or not _small(w.num_seqs, MOST_SEQS) or w.query_len > w.context:
         raise ValueError("a workload of sizes that are none")
+    if not all(value is None or 0 < value < 1 << 31 for value in (w.sliding_window, w.softcap)):
+        raise ValueError("a workload of no window or no softcap")
     if w.kind not in ("decode", "prefill") or w.dtype not in ITEMSIZE or w.kv_dtype not in ITEMSIZE:
         raise ValueError("a workload of no kind or no dtype")
     candidates = []

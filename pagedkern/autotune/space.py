@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pagedkern.backends as registry
 from pagedkern.autotune.store import device as machine
+from pagedkern.autotune.workloads import Model, causal_pairs
 from pagedkern.backends.base import ITEMSIZE, Problem
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens
@@ -32,6 +33,8 @@ class Workload:
     num_seqs: int
     context: int  # tokens of the longest sequence, the new ones included
     query_len: int  # at most `context`
+    sliding_window: int | None = None  # tokens seen, the query's own included
+    softcap: float | None = None
 
     @property
     def seq_lens(self) -> list[int]:
@@ -42,14 +45,17 @@ class Workload:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that one call must read."""
-        return sum(self.seq_lens) * self.problem(1).kv_bytes
+        """Bytes of K and V that one call must read: what any query of a sequence sees."""
+        return sum(map(self.tokens_read, self.seq_lens)) * self.problem(1).kv_bytes
+
+    def tokens_read(self, length: int) -> int:
+        """Tokens of a sequence that its queries see."""
+        return length if self.sliding_window is None else min(length, self.sliding_window + self.query_len - 1)
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the two matrix products of one causal call."""
-        q = self.query_len
-        seen = sum(q * n - q * (q - 1) // 2 for n in self.seq_lens)  # pairs of query and visible key
+        seen = sum(causal_pairs(n - self.query_len, n, self.sliding_window) for n in self.seq_lens)
         return 4 * self.num_heads * self.head_dim * seen
 
     def problem(self, block_size: int) -> Problem:
@@ -58,7 +64,8 @@ class Workload:
             device=self.device, q_dtype=self.dtype, kv_dtype=self.kv_dtype, num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim, block_size=block_size,
             num_seqs=self.num_seqs, num_tokens=self.num_seqs * self.query_len, max_seqlen_q=self.query_len,
-            max_seqlen_k=-(-self.context // block_size) * block_size,
+            max_seqlen_k=-(-self.context // block_size) * block_size, sliding_window=self.sliding_window,
+            softcap=self.softcap is not None,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -69,7 +76,9 @@ class Workload:
         new = "" if self.kind == "decode" else new
         heads = f"{self.num_heads} query heads, {self.num_kv_heads} KV heads, head dim {self.head_dim}"
         cache = "" if self.kv_dtype == self.dtype else f", cache {self.kv_dtype}"
-        return f"{batch}{new}; {heads}; {self.dtype}{cache}"
+        window = "" if self.sliding_window is None else f"; window {self.sliding_window:,}"
+        softcap = "" if self.softcap is None else f"; softcap {self.softcap:g}"
+        return f"{batch}{new}; {heads}{window}{softcap}; {self.dtype}{cache}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,33 +120,41 @@ class Space:
         return self.untuned(min(self.block_sizes, key=_unusual))
 
 
+def problems_of(model: Model, device: str, **sizes: int | None) -> list[Workload]:
+    """The problems that stand for a model on a device: see `workloads`, which takes the sizes."""
+    heads = model.num_heads, model.num_kv_heads, model.head_dim
+    shape = {"heads": heads, "windows": model.windows, "softcap": model.softcap}
+    return workloads(device, model.dtype, model.cache_dtype, **shape, **sizes)  # type: ignore[arg-type]
+
+
 def workloads(
     device: str,
-    dtype: str | None = None,
+    dtype: str = "bfloat16",
     kv_dtype: str | None = None,
     heads: tuple[int, int, int] = (32, 8, 128),
     num_seqs: int | None = None,
     context: int | None = None,
     prompt: int | None = None,
     num_block_sizes: int = len(BLOCK_SIZES),
+    windows: Sequence[int | None] = (None,),
+    softcap: float | None = None,
 ) -> list[Workload]:
-    """A decode and a prefill problem for a device; what is not given is chosen for it.
+    """A decode and a prefill problem for a device, for each window; sizes that are not given are chosen for it.
 
     `heads` is (query heads, KV heads, head_dim); by default those of Llama 3 8B (arXiv:2407.21783). The lengths are
-    primes, so that every block size has a last block which is not full.
+    primes, so that every block size has a last block which is not full. A window longer than the context passes over
+    nothing, but a kernel is still told of it.
     """
     large = device != "cpu"
-    dtype = dtype or ("bfloat16" if large else "float32")
-    shape = Workload("", device, dtype, kv_dtype or dtype, *heads, num_seqs=1, context=1, query_len=1)
+    shape = Workload("", device, dtype, kv_dtype or dtype, *heads, 1, 1, 1, softcap=softcap)
     context = context or (4093 if large else 2003)
     prompt = prompt or (2039 if large else 509)
     room = MEMORY_SHARE * machine.free_memory(device) / (2 * num_block_sizes + 2)  # two copies for each block size
     fit = max(1, int(room / (context * shape.problem(1).kv_bytes)))
     seqs = num_seqs or min(fit, 32 if large else max(4, min(64, 2 * machine.cpu_threads())))
-    return [
-        replace(shape, kind="decode", num_seqs=seqs, context=context),
-        replace(shape, kind="prefill", num_seqs=num_seqs or (4 if large else 2), context=prompt, query_len=prompt),
-    ]
+    decode = replace(shape, kind="decode", num_seqs=seqs, context=context)
+    prefill = replace(shape, kind="prefill", num_seqs=num_seqs or (4 if large else 2), context=prompt, query_len=prompt)
+    return [replace(problem, sliding_window=window) for problem in (decode, prefill) for window in windows]
 
 
 def copies(device: str, kv_bytes: int) -> int:

@@ -17,9 +17,11 @@ from pagedkern.autotune.decision import Verdict, decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.objective import Score, score
 from pagedkern.autotune.profile import Profile, Shape
+from pagedkern.autotune.recommend import find
 from pagedkern.autotune.search import LAYING_OUT, Runner, Tell, search, sweep_lengths
 from pagedkern.autotune.space import Candidate, Space, Workload
 from pagedkern.autotune.store import device as machine
+from pagedkern.autotune.store import files
 from pagedkern.autotune.store import profiles as stored
 from pagedkern.autotune.workloads import Model, Traffic
 
@@ -64,6 +66,8 @@ class Served:
     model: Model
     memory: int  # bytes of the cache
     scores: tuple[Score, ...]
+    tier: str  # what the rates are of, see `recommend`: those of this run are "tuned"
+    reason: str
 
 
 @dataclass(slots=True)
@@ -137,7 +141,7 @@ def tune(
         try:
             usable, run.unusable = spaces.usable_backends(device, list(order.backends))
             planned = [spaces.candidates(w, order.block_sizes, usable) for w in order.workloads] if usable else []
-            logs = _logs(planned, journal, resume)
+            logs = _logs(run, planned, journal, resume)
             if journal is not None and planned:
                 _write_to(journal, run, planned, logs, stack)
             _measure(run, order, planned, logs, make_runner, tell)
@@ -147,12 +151,21 @@ def tune(
     return run
 
 
-def serve(run: Run, traffics: Sequence[Traffic], model: Model, memory: int) -> None:
-    """Fill in what the block sizes come to for workloads, from the rates that were measured."""
-    if run.profile is not None:
-        for traffic in traffics:
-            scores = score(traffic, traffic.model or model, run.profile.rates, memory)
-            run.served.append(Served(traffic, traffic.model or model, memory, tuple(scores)))
+def serve(run: Run, traffics: Sequence[Traffic], model: Model, memory: Callable[[Model], int]) -> None:
+    """Fill in what the block sizes come to for workloads, each with the rates of its own model's shape: those that were
+    measured now, else what `recommend` would take. `memory` gives the bytes of the cache beside a model."""
+    if run.profile is None:
+        return
+    for traffic in traffics:
+        of = traffic.model or model
+        profile, tier, reason = run.profile, "tuned", "measured in this run"
+        if Shape.of(of) != profile.shape:
+            stored_, tier, reason = find(of, str(run.device["type"]))
+            if stored_ is None:  # nothing could be stored
+                tier, reason = "tuned-nearest", "measured in this run for another shape"
+            profile = stored_ or profile
+        scores = score(traffic, of, profile.rates, memory(of))
+        run.served.append(Served(traffic, of, memory(of), tuple(scores), tier, reason))
 
 
 def _measure(
@@ -176,26 +189,29 @@ def _measure(
             sweep_lengths(space, runner, log, [pick.candidate for pick in picks.values()], say)
 
 
-def _logs(planned: Sequence[Space], journal: Path | None, resume: bool) -> list[Log]:
+def _logs(run: Run, planned: Sequence[Space], journal: Path | None, resume: bool) -> list[Log]:
     """Logs to begin with: those of the journal if it can be gone on with, else empty ones."""
-    if journal is not None and resume and journal.exists():
-        taken = records.take_up(records.load(journal), planned, [records.code_of(space) for space in planned])
+    if journal is not None and resume and journal.is_file() and journal.stat().st_size:
+        recorded = records.load(journal)
+        taken = records.take_up(recorded, planned, [records.code_of(space) for space in planned])
         if taken is not None:
+            run.load = max((load for load in (run.load, recorded.load) if load is not None), default=None)
             return taken
     return [Log() for _ in planned]
 
 
 def _write_to(path: Path, run: Run, planned: Sequence[Space], logs: Sequence[Log], stack: ExitStack) -> None:
     """Begin the journal with what is known. A place that cannot be written costs the records, not the run."""
+    code, driver = [records.code_of(space) for space in planned], machine.driver(str(run.device["type"]))
+    known = records.Recorded(run.device, _now(), list(planned), list(logs), list(code), run.load, driver)
     try:
-        book = stack.enter_context(records.Journal(path))
+        book = stack.enter_context(records.Journal(path, known))
+        if path.parent == files.runs():
+            records.evict(path.parent)
     except OSError as error:
         logger.warning("%s: no records are written: %s", path, error)
         return
     run.records = book.path
-    book.begin(run.device)
-    for space, log in zip(planned, logs, strict=True):
-        book.follow(space, log)
 
 
 def _conclude(outcome: Outcome) -> None:
@@ -218,13 +234,17 @@ def _profile(run: Run) -> None:
         return
     workloads = [o.space.workload for o in run.outcomes]
     code = {c.backend: machine.code(c.backend) for o in run.outcomes for c in o.space.candidates}
-    now = datetime.now(UTC).isoformat(timespec="seconds")
     measured = "; ".join(f"{w.kind}: {w}" for w in workloads)
-    run.profile = Profile(run.device, Shape.of(workloads[0]), rates, code, now, measured, run.load)
+    shape, driver = Shape.of_problems(workloads), machine.driver(str(run.device["type"]))
+    run.profile = Profile(run.device, shape, rates, code, driver, _now(), measured, run.load)
     try:
         stored.save_rates(profiles.to_json(run.profile), run.profile.shape.name())
     except OSError as error:
         run.outcomes[0].not_stored = run.outcomes[0].not_stored or f"{type(error).__name__}: {error}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _with_prefix(kind: str, tell: Tell) -> Tell:

@@ -9,14 +9,15 @@ import pytest
 
 import pagedkern.backends as registry
 from pagedkern.autotune import store
-from pagedkern.autotune.store import device
+from pagedkern.autotune.store import device, profiles
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache directory."""
+    """An empty cache directory, and no profile that ships: as on a machine unlike all of them."""
     path = tmp_path / "cache"
     monkeypatch.setenv("PAGEDKERN_CACHE_DIR", str(path))
+    monkeypatch.setattr(profiles, "SHIPPED", tmp_path / "nothing")
     _forget()
     yield path
     monkeypatch.undo()

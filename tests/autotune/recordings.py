@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.records import Recorded
 from pagedkern.autotune.search import LENGTHS, MAX_ROUNDS
-from pagedkern.autotune.space import Candidate, Space, Workload, workloads
+from pagedkern.autotune.space import Candidate, Space, Workload, problems_of
+from pagedkern.autotune.workloads import Model, model
 
 DEVICE = {"type": "cpu", "name": "A processor", "arch": "x86_64", "threads": 8}
 BLOCK = {8: 1.30, 16: 1.10, 32: 1.03, 64: 1.0, 128: 0.99, 256: 1.0}  # slowness
@@ -22,12 +23,16 @@ def usual(candidate: Candidate, kind: str) -> float:
     return BLOCK[candidate.block_size] * TILE[int(str(candidate.fields["tile"]))] * backend
 
 
-def recording(slowness: Slowness = usual, seed: int = 0, noise: float = 0.02, rounds: int = MAX_ROUNDS) -> Recorded:
+LLAMA = model("llama-3-8b,dtype=float32")
+
+
+def recording(
+    slowness: Slowness = usual, seed: int = 0, noise: float = 0.02, rounds: int = MAX_ROUNDS, of: Model = LLAMA
+) -> Recorded:
     """An exhaustive run: every candidate in every round."""
     rng = random.Random(seed)
-    decode, prefill = workloads("cpu", heads=(32, 8, 128), num_seqs=8, context=2003, prompt=509)
-    recorded = Recorded(DEVICE, "2026-01-01T00:00:00+00:00", load=0.0)
-    for workload in (decode, prefill):
+    recorded = Recorded(DEVICE, "2026-01-01T00:00:00+00:00", load=0.0, driver="Linux 6.1")
+    for workload in problems_of(of, "cpu", num_seqs=8, context=2003, prompt=509):
         space = _space(workload)
         at_best = workload.kv_bytes / 20e9 if workload.kind == "decode" else workload.flops / 200e9
 

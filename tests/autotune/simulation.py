@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pagedkern.allocator import BlockAllocator, Sequence
-from pagedkern.autotune.rates import Rates, causal_pairs
+from pagedkern.autotune.rates import Rates
 from pagedkern.autotune.workloads import Model, Request, Traffic
 from pagedkern.errors import OutOfBlocks
 from pagedkern.scheduler import Scheduler
@@ -96,7 +96,7 @@ def play(
                 read += model.read_tokens(row.end)
                 decoding += 1
             else:
-                pairs = causal_pairs(row.start, row.end)
+                pairs = model.pairs(row.start, row.end)
                 played.prompt_seconds += (row.end - row.start) * rates.token_seconds(model)
                 played.prompt_seconds += rates.prefill_seconds(model, block_size, pairs)
                 played.computed += row.end - row.start
@@ -136,7 +136,7 @@ def _play_beams(
             allocator.commit(allocator.prefill([first]))
             played.computed += request.prompt
             played.prompt_seconds += request.prompt * rates.token_seconds(model)
-            played.prompt_seconds += rates.prefill_seconds(model, block_size, causal_pairs(0, request.prompt))
+            played.prompt_seconds += rates.prefill_seconds(model, block_size, model.pairs(0, request.prompt))
             budget -= request.prompt
             admitted.append((request, [first, *allocator.fork(first, width - 1)], 1))
         while True:  # whoever came last makes room

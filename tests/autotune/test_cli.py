@@ -23,6 +23,7 @@ from pagedkern.autotune.store import device
 from pagedkern.autotune.tune import Order, tune
 
 SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seqs", "2", "--context", "100", "--prompt", "40"]
+SHAPE += ["--dtype", "float32"]
 TINY = [
     *SHAPE,
     "--device",
@@ -126,11 +127,15 @@ def test_show(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     assert main(["show"]) == 0
     text = capsys.readouterr().out
     assert "decode-float32-h4-g2-d16-b16" in text
+    assert "h4-g2-d16-float32 " in text  # its rates
     assert max(map(len, text.splitlines())) <= 80
     assert main(["show", "--json"]) == 0
-    entries = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
+    entries, (rates,) = document["choices"], document["rates"]
     assert {entry["problem"]["kind"] for entry in entries} == {"decode", "prefill"}
     assert {entry["state"] for entry in entries} <= {"auto", "used"}
+    assert (rates["state"], rates["shape"]["head_dim"], list(rates["speeds"])) == ("used", 16, ["16"])
+    assert {entry["driver"] for entry in entries} == {rates["driver"]} == {device.driver("cpu")} != {""}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ LIMITS = Limits(check=30.0, sample=30.0, memory=1 << 30)
 
 
 def small(kind: str = "decode") -> Workload:
-    both = workloads("cpu", heads=(4, 2, 16), num_seqs=2, context=53, prompt=21)
+    both = workloads("cpu", "float32", heads=(4, 2, 16), num_seqs=2, context=53, prompt=21)
     return both[0] if kind == "decode" else both[1]
 
 

@@ -13,8 +13,8 @@ import pytest
 from pagedkern.autotune import objective, workloads
 from pagedkern.autotune.objective import best, score
 from pagedkern.autotune.profile import distil, from_json
-from pagedkern.autotune.rates import Rates, Speed, causal_pairs
-from pagedkern.autotune.workloads import Quantiles, Request, Traffic
+from pagedkern.autotune.rates import Rates, Speed
+from pagedkern.autotune.workloads import Quantiles, Request, Traffic, causal_pairs
 from tests.autotune.recordings import recording
 from tests.autotune.simulation import play
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,22 +28,17 @@ MEMORY = 8 * 10**9
 FLOAT32 = "heads=32,kv_heads=8,head_dim=128,layers=32,dtype=float32,weight_bytes=32e9"  # the shape of the recording
 
 
-@pytest.fixture(autouse=True)
-def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a machine unlike all that profiles ship for."""
-    monkeypatch.setattr(stored, "SHIPPED", tmp_path / "nothing")
-    store.reload()
-    yield
-    monkeypatch.undo()
-    store.reload()
-
-
 @pytest.fixture
 def document() -> dict[str, Any]:
     """What a run on this machine would have stored."""
     made = profiles.distil(recording())
     assert made is not None
     return {**made, "device": dict(device.identity("cpu")), "code": {"cpu": dict(device.code("cpu"))}}
+
+
+def imported(document: dict[str, Any]) -> Path:
+    path, _ = stored.take_over(document, "shape")
+    return path
 
 
 def store_rates(document: dict[str, Any]) -> Path:
@@ -109,7 +103,7 @@ def test_the_machine_most_like_this_one(document: dict[str, Any]) -> None:
     for name, threads, slow in (("like this", here["threads"], 64), ("unlike", 512, 128)):
         speeds = {b: dict(s) for b, s in document["speeds"].items()}
         speeds[str(slow)]["kv_bytes_per_second"] *= 100  # so that one sees whose it is
-        stored.save_import({**document, "device": {**here, "name": name, "threads": threads}, "speeds": speeds})
+        imported({**document, "device": {**here, "name": name, "threads": threads}, "speeds": speeds})
     found = recommend("chat", MEMORY, model=FLOAT32)
     assert (found.block_size, found.tier) == (64, "tuned-nearest")
     assert "not tuned here: measured on like this" in found.reason
@@ -117,7 +111,7 @@ def test_the_machine_most_like_this_one(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("field", [{"arch": "another"}, {"type": "cuda"}])
 def test_a_machine_of_another_kind_says_nothing(document: dict[str, Any], field: dict[str, str]) -> None:
-    stored.save_import({**document, "device": {**document["device"], "name": "other", **field}})
+    imported({**document, "device": {**document["device"], "name": "other", **field}})
     assert recommend("chat", MEMORY).tier == "default"
 
 
@@ -199,13 +193,13 @@ def test_it_needs_the_standard_library_only(tmp_path: Path) -> None:
 def elsewhere(document: dict[str, Any]) -> dict[str, Any]:
     """A machine like this one, on which "reference" was found best for `DECODE`."""
     key = {name: getattr(store.Key.of(DECODE), name) for name in store.Key.__slots__}
-    choice = {"problem": key, "backend": "reference", **store.entry(TUNED, device.code("reference")), "when": "2026"}
+    choice = {"problem": key, "backend": "reference", **store.entry(TUNED, device.code("reference"))}
     return {**document, "device": {**device.identity("cpu"), "name": "another processor"}, "choices": [choice]}
 
 
 def test_kernels_of_the_nearest_machine(elsewhere: dict[str, Any]) -> None:
     assert choose(DECODE, "auto", "").tier == "default"
-    stored.save_import(elsewhere)
+    imported(elsewhere)
     store.reload()
     choice = choose(DECODE, "auto", "")
     assert (choice.backend, choice.tier) == ("reference", "tuned-nearest")
@@ -230,14 +224,14 @@ def test_kernels_of_the_nearest_machine_that_do_not_count(what: str, elsewhere: 
         choice["config"] = {"no such field": 1}
     else:
         elsewhere["device"]["arch"] = "another"
-    stored.save_import(elsewhere)
+    imported(elsewhere)
     store.reload()
     assert choose(DECODE, "auto", "").tier == "default"
 
 
 @pytest.mark.parametrize("identity", [{"threads": None}, {"name": 3}, {"name": "\x1b[2J"}, {"more": {}}])
 def test_a_stored_profile_of_no_machine_is_passed_over(elsewhere: dict[str, Any], identity: dict[str, Any]) -> None:
-    path = stored.save_import(elsewhere)
+    path = imported(elsewhere)
     path.write_text(json.dumps({**elsewhere, "device": {**elsewhere["device"], **identity}}))
     store.reload()
     assert choose(DECODE, "auto", "").tier == "default"
@@ -245,7 +239,7 @@ def test_a_stored_profile_of_no_machine_is_passed_over(elsewhere: dict[str, Any]
 
 
 def test_what_is_imported_is_read_once_a_process(elsewhere: dict[str, Any]) -> None:
-    stored.save_import(elsewhere)
+    imported(elsewhere)
     store.reload()
     assert store.lookup(DECODE) is not None
     home = files.directory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from functools import lru_cache
@@ -34,11 +35,17 @@ def recorded() -> Recorded:
 
 
 def written(recorded: Recorded, path: Path) -> Path:
-    with Journal(path) as journal:
-        journal.begin(recorded.device, recorded.when, 0.0)
-        for space, log, code in zip(recorded.spaces, recorded.logs, recorded.code, strict=True):
-            journal.follow(space, log, code)
+    with Journal(path, recorded):
+        pass
+    for log in recorded.logs:
+        log.sink = Log().sink
     return path
+
+
+def begun(recorded: Recorded, count: int = 1) -> Recorded:
+    """The same machine at the beginning of a run of the first problems."""
+    logs = [Log() for _ in range(count)]
+    return Recorded(recorded.device, recorded.when, recorded.spaces[:count], logs, recorded.code[:count], 0.0, "Linux")
 
 
 def same(a: Log, b: Log) -> bool:
@@ -48,9 +55,8 @@ def same(a: Log, b: Log) -> bool:
 
 def test_what_is_written_is_read(recorded: Recorded, tmp_path: Path) -> None:
     found = load(written(recorded, tmp_path / "a.jsonl"))
-    assert (found.device, found.when, found.spaces, found.code) == (
-        recorded.device, recorded.when, recorded.spaces, recorded.code,
-    )  # fmt: skip
+    fields = ("device", "when", "spaces", "code", "load", "driver")
+    assert [getattr(found, name) for name in fields] == [getattr(recorded, name) for name in fields]
     assert [[c.is_default for c in space.candidates] for space in found.spaces] == [
         [c.is_default for c in space.candidates] for space in recorded.spaces
     ]
@@ -60,10 +66,9 @@ def test_what_is_written_is_read(recorded: Recorded, tmp_path: Path) -> None:
 def test_a_search_is_written_down_as_it_goes(recorded: Recorded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     runner = Replayed(recorded.spaces[0], recorded.logs[0])
-    log = Log()
-    with Journal(path) as journal:
-        journal.begin(recorded.device)
-        journal.follow(recorded.spaces[0], log, recorded.code[0])
+    known = begun(recorded)
+    (log,) = known.logs
+    with Journal(path, known):
         search(recorded.spaces[0], runner, log, 5.0, clock=runner.clock)
     assert same(load(path).logs[0], log)
     assert len(log.finals) >= 5
@@ -153,11 +158,10 @@ def test_what_are_no_records(tmp_path: Path) -> None:
 def test_a_killed_run_is_resumed_without_measuring_again(recorded: Recorded, tmp_path: Path, share: float) -> None:
     """Cut the journal of a whole search, go on from there, and see how often each candidate runs then."""
     space = recorded.spaces[0]
-    whole, path = Log(), tmp_path / "run.jsonl"
+    known, path = begun(recorded), tmp_path / "run.jsonl"
+    (whole,) = known.logs
     runner = Replayed(space, recorded.logs[0])
-    with Journal(path) as journal:
-        journal.begin(recorded.device)
-        journal.follow(space, whole, recorded.code[0])
+    with Journal(path, known):
         search(space, runner, whole, 1000.0, clock=runner.clock)
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
@@ -252,7 +256,7 @@ def test_a_profile_is_written_and_read(recorded: Recorded) -> None:
     document = distil(recorded)
     assert document is not None
     profile = from_json(json.loads(json.dumps(document)))
-    assert profile.shape == Shape(32, 8, 128, "float32", "float32")
+    assert profile.shape == Shape(32, 8, 128, "float32", "float32", (None,), False)
     assert isinstance(profile, Profile)
     assert {k: v for k, v in document.items() if k != "choices"} == to_json(profile)
     kept = choices_of(recorded.spaces[0], recorded.logs[0], decide(recorded.spaces[0], recorded.logs[0]))
@@ -269,12 +273,14 @@ def test_a_profile_is_written_and_read(recorded: Recorded) -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("format",), 2), (("read",), -1), (("read",), "x"), (("compute",), None), (("speeds",), {}),
+        (("format",), 1), (("read",), -1), (("read",), "x"), (("compute",), None), (("speeds",), {}),
         (("speeds", "16", "kv_bytes_per_second"), 0), (("speeds", "16", "backend"), 3), (("speeds", "16", "x"), 1),
         (("shape", "head_dim"), 0), (("shape",), []), (("device",), 3), (("code",), None),
         (("shape", "dtype"), "x/../../../../y"), (("shape", "kv_dtype"), "int8/.."), (("shape", "dtype"), ["float32"]),
         (("device", "name"), "\x1b[31m"), (("device", "name"), 3), (("device", "threads"), "8"),
         (("device",), {"type": "cpu", "name": "x"}), (("when",), "\x1b[0m"), (("measured",), 3),
+        (("when",), "yesterday"), (("when",), "2026-01-01"), (("driver",), None), (("shape", "windows"), []),
+        (("shape", "windows"), [0]), (("shape", "windows"), ["x/../.."]), (("shape", "softcap"), 50),
     ],
 )  # fmt: skip
 def test_a_profile_that_is_none(recorded: Recorded, path: tuple[str, ...], value: object) -> None:
@@ -316,17 +322,17 @@ def test_every_machine_with_records_has_a_profile() -> None:
 def test_two_runs_that_write_at_once_do_not_mix(recorded: Recorded, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("of an earlier run\n")
-    with Journal(path) as first, Journal(path) as second:
+    runs = [begun(recorded), begun(recorded), begun(recorded, 2)]
+    with Journal(path, runs[0]) as first, Journal(path, runs[1]) as second:
         assert first.path == path != second.path
-        for journal in (first, second):
-            journal.begin(recorded.device)
-            journal.follow(recorded.spaces[0], Log(), recorded.code[0])
-        first.begin(recorded.device)
-    assert len(path.read_text().splitlines()) == 3
-    assert load(second.path).spaces == recorded.spaces[:1]
-    with Journal(path) as third:
+        runs[0].logs[0].read(1e9)
+        runs[1].logs[0].read(2e9)
+    assert (load(path).logs[0].reads, load(second.path).logs[0].reads) == ([1e9], [2e9])
+    with Journal(path, runs[2]) as third:
         assert third.path == path
-    assert path.read_text() == ""
+        runs[2].logs[1].read(3e9)
+    assert [log.reads for log in load(path).logs] == [[], [3e9]]
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, second.path.name}
 
 
 def test_a_full_disk_costs_the_records_not_the_run(
@@ -334,11 +340,17 @@ def test_a_full_disk_costs_the_records_not_the_run(
 ) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
-    log, runner = Log(), Replayed(recorded.spaces[0], recorded.logs[0])
-    with Journal(Path("/dev/full")) as journal:
-        journal.begin(recorded.device)
-        journal.follow(recorded.spaces[0], log, recorded.code[0])
+    known, runner = begun(recorded), Replayed(recorded.spaces[0], recorded.logs[0])
+    (log,) = known.logs
+    with pytest.raises(OSError, match="No space left"), Journal(Path("/dev/full"), known):
+        pass
+    path = tmp_path / "run.jsonl"
+    with Journal(path, known) as journal:
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, journal._file.fileno())  # as if the disk were full from now on
+        os.close(full)
         search(recorded.spaces[0], runner, log, 5.0, clock=runner.clock)
     assert len(log.finals) >= 5
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "no more records are written" in caplog.text
+    assert load(path).spaces == recorded.spaces[:1]

@@ -105,7 +105,7 @@ def test_the_figures_of_a_row(run: Run) -> None:
     row = next(line for line in printed(run, 120).splitlines() if line.split()[:1] == ["16"])
     gb = decode.space.workload.kv_bytes / 0.006 / 1e9
     assert "6.00 ms" in row
-    assert f"{gb:.1f}" in row
+    assert f" {gb:.2f} " in row
     assert f"{gb / 50:.0%}" in row
     assert "1.00x" in row
     assert "untuned" in row

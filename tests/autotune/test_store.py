@@ -153,7 +153,7 @@ DAMAGE: dict[str, Callable[[str], str | bytes]] = {
     "long": lambda text: text + " " * files.MAX_BYTES,
     "a list": lambda text: f"[{text}]",
     "null": lambda text: "null",
-    "another format": lambda text: text.replace('"format": 1', '"format": 2'),
+    "another format": lambda text: text.replace(f'"format": {store.FORMAT}', '"format": 1', 1),
     "no device": lambda text: text.replace('"device"', '"machine"', 1),
     "another device": lambda text: text.replace('"threads": ', '"threads": 9'),
     "another problem": lambda text: text.replace('"block_size": 16', '"block_size": 32'),

@@ -8,13 +8,15 @@ from dataclasses import asdict
 from importlib import import_module
 
 from pagedkern._choice import Choice, choose
+from pagedkern.autotune import space as spaces
 from pagedkern.autotune.cli import options
 from pagedkern.autotune.recommend import Recommendation, default_device, recommend
+from pagedkern.autotune.space import Workload
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.workloads import Model, model, model_names
-from pagedkern.backends.base import Problem
 from pagedkern.errors import Unsupported
 
+Kernels = list[tuple[Workload, Choice | str]]
 HELP = """\
 Say which block size to lay out a cache with for a workload, how many output
 tokens a second each block size gives, and which kernels "auto" would run; and
@@ -41,18 +43,18 @@ def run(argv: Sequence[str]) -> int:
     device = given.device or default_device()
     if not machine.present(device):
         parser.error(f"--device {device}: torch finds no GPU")
-    found = recommend(traffic, given.memory or machine.free_memory(device) // 2, model=of, device=device)
-    kernels = {kind: _kernel(of, device, found.block_size, kind) for kind in ("decode", "prefill")}
+    found = recommend(traffic, given.memory or options.cache_memory(of, device), model=of, device=device)
+    problems = spaces.problems_of(of, device)
+    kernels = [(problem, _kernel(problem, found.block_size)) for problem in problems]
     if given.json:
         options.write_json(
             {
                 "block_size": found.block_size, "num_blocks": found.num_blocks, "tier": found.tier,
                 "reason": found.reason, "tokens_per_second": found.tokens_per_second,
                 "concurrency": found.concurrency, "scores": [asdict(s) for s in found.scores],
-                "kernels": {
-                    kind: {"backend": c.backend, "config": c.config.to_dict(), "tier": c.tier, "reason": c.reason}
-                    if isinstance(c, Choice) else {"error": c} for kind, c in kernels.items()
-                },
+                "kernels": [
+                    {"kind": w.kind, "sliding_window": w.sliding_window, **_fields(c)} for w, c in kernels
+                ],
             }
         )  # fmt: skip
         return 0
@@ -60,7 +62,14 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _show(found: Recommendation, kernels: dict[str, Choice | str], traffic: str, of: Model) -> None:
+def _fields(choice: Choice | str) -> dict[str, object]:
+    if isinstance(choice, str):
+        return {"error": choice}
+    config = choice.config.to_dict()
+    return {"backend": choice.backend, "config": config, "tier": choice.tier, "reason": choice.reason}
+
+
+def _show(found: Recommendation, kernels: Kernels, traffic: str, of: Model) -> None:
     from rich.console import Console
 
     from pagedkern.autotune.report.serving import show_terms
@@ -75,19 +84,14 @@ def _show(found: Recommendation, kernels: dict[str, Choice | str], traffic: str,
         show_terms(out, found.scores)
     say(f"Take block size {found.block_size}: {found.num_blocks:,} blocks.", "bold")
     say(f"Tier {found.tier}: {found.reason}.")
-    for kind, choice in kernels.items():
-        say(f"{kind.capitalize()}: {choice}.")
+    for problem, choice in kernels:
+        layers = "" if len(of.windows) == 1 else f" with window {w:,}" if (w := problem.sliding_window) else " without"
+        say(f"{problem.kind.capitalize()}{layers}: {choice}.")
 
 
-def _kernel(of: Model, device: str, block_size: int, kind: str) -> Choice | str:
-    decode = kind == "decode"
-    problem = Problem(
-        device=device, q_dtype=of.dtype, kv_dtype=of.cache_dtype, num_heads=of.num_heads,
-        num_kv_heads=of.num_kv_heads, head_dim=of.head_dim, head_dim_v=of.head_dim, block_size=block_size,
-        num_seqs=1, num_tokens=1 if decode else 512, max_seqlen_q=1 if decode else 512, max_seqlen_k=4096,
-        sliding_window=of.sliding_window if of.window_layers == of.num_layers else None, softcap=of.softcap is not None,
-    )  # fmt: skip
+def _kernel(workload: Workload, block_size: int) -> Choice | str:
+    """What "auto" takes for a problem as `tune` measures it."""
     try:
-        return choose(problem, "auto", "")
+        return choose(workload.problem(block_size), "auto", "")
     except Unsupported as error:
         return str(error)

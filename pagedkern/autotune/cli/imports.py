@@ -18,7 +18,8 @@ HELP = """\
 Take over a file that "export" wrote. If it is of a machine like this one in
 every respect its rates count as measured here. The kernels, and all that is of
 another machine, are what is looked at for want of measurements of this
-machine's own, if it is the one most like it.
+machine's own, if it is the one most like it. Of two measurements the later one
+is kept.
 """
 
 
@@ -27,21 +28,22 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, help='a file that "export" wrote')
     given = parser.parse_args(argv)
     try:
-        document = files.load(given.file, profiles.FORMAT)
+        document = files.load(given.file, stored.FORMAT)
         profile = profiles.from_json(document)
     except files.INVALID as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise InvalidArgument(f"{given.file}: got {why}, accepted is a file that export wrote") from error
     kind = str(profile.device["type"])
     here = machine.present(kind) and dict(machine.identity(kind)) == dict(profile.device)
-    try:
-        path = stored.save_import(document)  # where its kernels are looked for, whosever it is
-        if here:
-            path = stored.save_rates(document, profile.shape.name())
-    except OSError as error:
-        sys.stderr.write(f"{PROG} import: {error}\n")
-        return 3
-    store.reload()
     whose = "this machine" if here else machine.describe(profile.device)
-    sys.stdout.write(f"Taken over: {whose}, {profile.measured}\n  {path}\n")
+    sys.stdout.write(f"Of {whose}, {profile.when}, {profile.measured}\n")
+    for what, own in [("kernels", False), ("rates", True)] if here else [("kernels and rates", False)]:
+        try:
+            path, kept = stored.take_over(document, profile.shape.name(), own)
+        except OSError as error:
+            sys.stderr.write(f"{PROG} import: {error}\n")
+            return 3
+        done = f"Kept: {what} of {kept}, which are newer" if kept else f"Taken over: {what}"
+        sys.stdout.write(f"{done}\n  {path}\n")
+    store.reload()
     return 0

@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,8 +16,11 @@ from pagedkern.autotune import workloads
 from pagedkern.autotune.cli import PROG
 from pagedkern.autotune.recommend import parse_memory
 from pagedkern.autotune.records import Recorded, load
+from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import files
 from pagedkern.errors import InvalidArgument
+
+FORMAT = 1  # of what --json prints
 
 Add = Callable[..., argparse.Action]
 T = TypeVar("T")
@@ -50,7 +53,8 @@ def add_serving(add: Add, several: bool = False) -> None:
         add("--workload", type=workload, default="chat", metavar="NAME", help=f"{what} (default chat)")
     shape = "heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9"
     known = ", ".join(workloads.model_names())
-    add("--model", type=model, metavar="NAME", help=f"{known}, or a shape as {shape} (default llama-3-8b)")
+    change = "one with changes as llama-3-8b,dtype=float32"
+    add("--model", type=model, metavar="NAME", help=f"{known}, {change}, or a shape as {shape} (default llama-3-8b)")
     add("--memory", type=memory, metavar="BYTES", help="of the KV cache, such as 24GB (default: by what is free)")
 
 
@@ -104,10 +108,16 @@ def _refused(make: Callable[[str], T], text: str) -> T:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def cache_memory(of: workloads.Model, device: str) -> int:
+    """What a cache may take when nobody says: beside the weights on a GPU, half of what is free on a CPU."""
+    free = machine.free_memory(device)
+    return max(free // 2 if device == "cpu" else free * 9 // 10 - of.weight_bytes, 16 * of.token_bytes)
+
+
 def last_records() -> Path | None:
     """The records of the last run on this machine."""
-    home = files.directory()
-    found = sorted(home.glob("runs/*.jsonl"), key=lambda p: p.stat().st_mtime) if home else []
+    folder = files.runs()
+    found = sorted(folder.glob("*.jsonl"), key=lambda p: p.stat().st_mtime) if folder else []
     return found[-1] if found else None
 
 
@@ -119,8 +129,9 @@ def records(path: Path | None) -> Recorded:
     return load(path)
 
 
-def write_json(document: object) -> None:
-    json.dump(document, sys.stdout, indent=1, allow_nan=False)
+def write_json(document: Mapping[str, object]) -> None:
+    """Print a document, with the version of its format: another number once a field means something else or is gone."""
+    json.dump({"format": FORMAT, **document}, sys.stdout, indent=1, allow_nan=False)
     sys.stdout.write("\n")
 
 

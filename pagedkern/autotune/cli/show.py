@@ -5,31 +5,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pagedkern.autotune import store
+from pagedkern.autotune import recommend, store
 from pagedkern.autotune.cli import PROG, options
 from pagedkern.autotune.store import files
 
 HELP = """\
 List what is stored: for each problem the choice, its gain when it was
-measured, and whether it is used on this machine now. Choices for other
-machines, and those made with other kernels or library versions, are listed
-but not used.
+measured, and whether it is used on this machine now; and the rates that block
+sizes are foretold with, those that were imported and that ship among them.
+Choices for other machines, and those made with other kernels or library
+versions, are listed but not used.
 """
 
 
 def run(argv: Sequence[str]) -> int:
     parser = options.parser("show", HELP)
-    options.add_json(parser.add_argument, "a JSON list instead of a table")
+    options.add_json(parser.add_argument, "a JSON document instead of tables")
     given = parser.parse_args(argv)
     from rich.console import Console
 
     from pagedkern.autotune.report import document, terminal
 
-    stored = list(store.contents())
+    stored, profiles = list(store.contents()), recommend.known()
     if given.json:
-        options.write_json(document.stored_document(stored))
-    elif stored:
+        options.write_json({"choices": document.stored_document(stored), "rates": document.rates_document(profiles)})
+        return 0
+    if stored:
         terminal.show_stored(Console(), stored)
-    else:
-        sys.stdout.write(f"Nothing is stored in {files.directory()}. Run {PROG} to change that.\n")
+    if profiles:
+        terminal.show_rates(Console(), profiles)
+    if not stored and not any(state in ("used", "stale") for state, _, _ in profiles):
+        sys.stdout.write(f"Nothing of this machine is stored in {files.directory()}. Run {PROG} to change that.\n")
     return 0

@@ -31,9 +31,10 @@ HELP = """\
 Find the best block size, backend and kernel configuration for this machine.
 
 Measures every configuration of every backend that this machine has, over
-block sizes, on one decode and one prefill problem; checks each for
-correctness before it is timed; and stores the best for each block size. From
-then on backend="auto" uses it for models of the same shape and dtypes.
+block sizes, on one decode and one prefill problem (two each for a model with
+a window in some of its layers); checks each for correctness before it is
+timed; and stores the best for each block size. From then on backend="auto"
+uses it for models of the same shape, dtypes, window and softcap.
 pagedkern.explain(...) says what would be used for a call, and why.
 
 Candidates run in a process of their own: what crashes, hangs or eats memory
@@ -92,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU")
-    model = _model(parser, given, device)
+    model = _model(parser, given)
     problems = _problems(given, model, device)
     for problem in problems:
         needed, free = spaces.memory(problem, given.block_sizes), machine.free_memory(device)
@@ -130,7 +131,7 @@ def _tune(given: argparse.Namespace, problems: list[Workload], model: Model, out
     traffics = given.workload or [workloads.load(name) for name in workloads.names()]
     base = _base(given)  # served as it is measured; with --model, whatever a file says
     traffics = [replace(t, model=None) if given.model or t.model == base else t for t in traffics]
-    serve(done, traffics, model, given.memory or _memory(model, problems[0].device))
+    serve(done, traffics, model, lambda of: given.memory or options.cache_memory(of, problems[0].device))
     if given.json:
         options.write_json(document.document(done))
     else:
@@ -146,20 +147,14 @@ def _here(space: spaces.Space, seed: int) -> Runner:
 
 def _journal(order: Order) -> Path | None:
     """Where a run of this order is written down: a rerun finds it there."""
-    home = files.directory()
-    if home is None:
+    folder = files.runs()
+    if folder is None:
         return None
     problems = [asdict(w) for w in order.workloads]
     text = json.dumps([problems, list(order.block_sizes), list(order.backends), order.exhaustive])
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     device = machine.slug_of(machine.identity(order.workloads[0].device))
-    return home / "runs" / f"{device}-{digest}.jsonl"
-
-
-def _memory(model: Model, device: str) -> int:
-    """What a cache may take when nobody says: beside the weights on a GPU, half of what is free on a CPU."""
-    free = machine.free_memory(device)
-    return max(free // 2 if device == "cpu" else free * 9 // 10 - model.weight_bytes, 16 * model.token_bytes)
+    return folder / f"{device}-{digest}.jsonl"
 
 
 def _base(given: argparse.Namespace) -> Model:
@@ -169,10 +164,10 @@ def _base(given: argparse.Namespace) -> Model:
     return model
 
 
-def _model(parser: argparse.ArgumentParser, given: argparse.Namespace, device: str) -> Model:
+def _model(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Model:
     """The model to serve, in the dtype and with the heads that are measured."""
     base = _base(given)
-    dtype = given.dtype or ("float32" if device == "cpu" else base.dtype)
+    dtype = given.dtype or base.dtype
     heads = given.heads or base.num_heads, given.kv_heads or base.num_kv_heads, given.head_dim or base.head_dim
     if heads[0] % heads[1]:
         parser.error(f"--heads {heads[0]} is no multiple of --kv-heads {heads[1]}")
@@ -195,16 +190,8 @@ def _plan(out: Console, given: argparse.Namespace, problems: list[Workload]) -> 
 
 
 def _problems(given: argparse.Namespace, model: Model, device: str) -> list[Workload]:
-    return spaces.workloads(
-        device,
-        dtype=model.dtype,
-        kv_dtype=model.cache_dtype,
-        heads=(model.num_heads, model.num_kv_heads, model.head_dim),
-        num_seqs=given.seqs,
-        context=given.context,
-        prompt=given.prompt,
-        num_block_sizes=len(given.block_sizes),
-    )
+    sizes = {"num_seqs": given.seqs, "context": given.context, "prompt": given.prompt}
+    return spaces.problems_of(model, device, num_block_sizes=len(given.block_sizes), **sizes)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -245,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=options.count, metavar="N", help="query heads")
     add("--kv-heads", type=options.count, metavar="N", help="KV heads, a divisor of the query heads")
     add("--head-dim", type=options.count, metavar="N")
-    add("--dtype", choices=FLOATS, help="of activations (default float32 on a CPU)")
+    add("--dtype", choices=FLOATS, help="of activations")
     add("--kv-dtype", choices=tuple(ITEMSIZE), metavar="DTYPE", help="of the cache (default as --dtype)")
     add = parser.add_argument_group("the batch (default: sized for the device)").add_argument
     add("--seqs", type=options.count, metavar="N", help="sequences in a batch")

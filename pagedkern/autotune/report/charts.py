@@ -171,11 +171,11 @@ def _lengths(axis: Axes, space: Space, log: Log, colours: dict[str, str]) -> Non
     axis.set_title("Decode: backends by length of context", loc="left")
     if not log.lengths:
         return _empty(axis, "no lengths were measured")
-    lens = space.workload.seq_lens
+    lens, tokens_read = space.workload.seq_lens, space.workload.tokens_read
     for candidate, contexts in log.lengths.items():
         points = []
         for context, times in sorted(contexts.items()):
-            read = space.workload.problem(1).kv_bytes * sum(min(n, context) for n in lens)
+            read = space.workload.problem(1).kv_bytes * sum(tokens_read(min(n, context)) for n in lens)
             points.append((context, read / median(times) / 1e9))
         label = f"{candidate.backend}, block {candidate.block_size}"
         axis.plot(*zip(*points, strict=True), marker="o", color=colours[candidate.backend], label=label)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 
 from pagedkern.autotune.decision import ERROR_RATE, compare
 from pagedkern.autotune.objective import best
-from pagedkern.autotune.profile import to_json
+from pagedkern.autotune.profile import Profile, to_json
 from pagedkern.autotune.space import Candidate, Space
 from pagedkern.autotune.store import Stored
+from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.tune import Outcome, Run, Served
 
 
@@ -17,6 +19,7 @@ def document(run: Run) -> dict[str, object]:
     """Everything that was measured and decided, as a JSON object."""
     return {
         "device": dict(run.device),
+        "driver": machine.driver(str(run.device["type"])),
         "interrupted": run.interrupted,
         "unusable_backends": run.unusable,
         "problems": [_outcome_document(outcome) for outcome in run.outcomes],
@@ -34,6 +37,8 @@ def served_document(served: Served) -> dict[str, object]:
         "model": asdict(served.model),
         "memory": served.memory,
         "block_size": chosen.block_size if chosen else None,
+        "tier": served.tier,
+        "reason": served.reason,
         "scores": [asdict(score) for score in served.scores],
     }
 
@@ -63,10 +68,16 @@ def stored_document(stored: Iterable[Stored]) -> list[dict[str, object]]:
             "gain": entry.tuned.gain,
             "gain_low": entry.tuned.gain_low,
             "when": entry.tuned.when,
+            "driver": entry.tuned.driver,
             "state": entry.state,
         }
         for entry in stored
     ]
+
+
+def rates_document(profiles: Iterable[tuple[str, Path, Profile]]) -> list[dict[str, object]]:
+    """Profiles with their states, see `recommend.known`, as a list of JSON objects."""
+    return [{"path": str(path), "state": state, **to_json(profile)} for state, path, profile in profiles]
 
 
 def _outcome_document(outcome: Outcome) -> dict[str, object]:

@@ -17,13 +17,20 @@ USUAL = 16
 
 
 def show_served(console: Console, served: Sequence[Served]) -> None:
-    """A row for each workload: the block size to take, and what it gives."""
+    """A row for each workload: the block size to take, and what it gives. A table for each model."""
+    for model in dict.fromkeys(one.model for one in served):
+        _show_model(console, [one for one in served if one.model == model])
+
+
+def _show_model(console: Console, served: Sequence[Served]) -> None:
     from rich import box
     from rich.table import Table
 
     first = served[0]
     head = f"What to serve with: {first.model.name} ({first.model.dtype}), {first.memory / 1e9:.1f} GB of cache"
     console.print(head, style="bold", highlight=False, markup=False)
+    if first.tier != "tuned":
+        console.print(f"Tier {first.tier}: {first.reason}.", highlight=False, markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("workload", "block", "tokens/s", "against 16", "sequences", "waste"):
         table.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)

@@ -16,9 +16,12 @@ from pagedkern.autotune.tune import Outcome, Run
 BEST, CHOSEN = "*", "+"
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
     from rich.table import Table
 
+    from pagedkern.autotune.profile import Profile
     from pagedkern.autotune.space import Candidate, Space
 
 
@@ -75,6 +78,34 @@ def show_stored(console: Console, stored: list[Stored]) -> None:
         'Speed is against the untuned choice at that block size. State "auto": backend="auto" uses it; "used": a call '
         'that names the backend does; "stale" (made with other kernels or library versions) and "another machine" are '
         "passed over.",
+    )
+
+
+def show_rates(console: Console, profiles: list[tuple[str, Path, Profile]]) -> None:
+    """Print profiles with their states: see `recommend.known`."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("rates for", "machine", "GB/s", "when", "state"):
+        table.add_column(name, justify="right" if name == "GB/s" else "left", overflow="fold")
+    for state, _, profile in profiles:
+        fastest = max(speed.kv_bytes_per_second for speed in profile.rates.speeds.values())
+        cells = [
+            profile.shape.name(),
+            machine.describe(profile.device),
+            digits(fastest / 1e9),
+            profile.when[:10],
+            state,
+        ]
+        table.add_row(*map(escape, cells))
+    console.print(table)
+    _say(
+        console,
+        'GB/s: of decode at the fastest block size. State "used": for a model of that shape on this machine, and for '
+        'want of one for others; "stale": measured with other kernels or library versions; "imported", "shipped": for '
+        "want of measurements of this machine, if it is the one most like it.",
     )
 
 

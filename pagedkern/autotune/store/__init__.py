@@ -33,7 +33,7 @@ from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import files, profiles
 from pagedkern.backends.base import Problem
 
-FORMAT = 1
+FORMAT = 2
 MIN_GAIN = 1.02  # the untuned default is left for a gain whose lower bound reaches this
 KEPT_DAYS, KEPT_FILES = 90, 1000  # a stale file goes when it is older, or when there are more
 
@@ -103,7 +103,8 @@ class Tuned:
     max_seqlen_q: int
     max_seqlen_k: int
     context: int  # tokens of the longest sequence
-    when: str = ""  # UTC, ISO 8601; filled in by `save`
+    when: str = ""  # UTC, ISO 8601; this and the driver (see `device.driver`) are filled in by `save`
+    driver: str = ""
 
     @property
     def eligible(self) -> bool:
@@ -111,21 +112,21 @@ class Tuned:
         return self.untuned or self.gain_low >= MIN_GAIN
 
 
-def lookup(problem: Problem, backend: str | None = None) -> Found | None:
+def lookup(problem: Problem, backend: str | None = None, ordinal: int | None = None) -> Found | None:
     """The stored choice for a problem, among all backends or for one; None if there is none.
 
-    The backend and config returned depend on `Key.of(problem)` alone, for the life of the process; the tier and the
-    reason also on the lengths.
+    The backend and config returned depend on `Key.of(problem)` and the device alone, for the life of the process; the
+    tier and the reason also on the lengths. `ordinal` is the number of the GPU, None the current one.
     """
     key, home = Key.of(problem), files.directory()
-    choices = _current(home, key) if home is not None else {}
+    choices = _current(home, key, ordinal) if home is not None else {}
     name = backend or _best(choices)
     if name is None or name not in choices:
-        return _nearest(home, key, backend)
+        return _nearest(home, key, backend, ordinal)
     tuned = choices[name]
     sizes = ("num_seqs", "num_tokens", "max_seqlen_q", "max_seqlen_k")
     same = all(getattr(problem, size) == getattr(tuned, size) for size in sizes)
-    return Found(name, tuned.config, "tuned" if same else "tuned-nearest", _reason(problem, tuned, same))
+    return Found(name, tuned.config, "tuned" if same else "tuned-nearest", _reason(problem, tuned, same, ordinal))
 
 
 def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
@@ -144,7 +145,8 @@ def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
         kept = {n: c for n, c in _read(path, key).items() if _fresh(n, c[1]) and c[0].default in defaults}
         entries = {name: entry(tuned, code) for name, (tuned, code) in kept.items()}
         for name, tuned in choices.items():
-            entries[name] = {**entry(tuned, machine.code(name)), "when": tuned.when or now}
+            provenance = {"when": tuned.when or now, "driver": tuned.driver or machine.driver(key.device)}
+            entries[name] = {**entry(tuned, machine.code(name)), **provenance}
         document = {
             "format": FORMAT,
             "device": dict(machine.identity(key.device)),
@@ -218,16 +220,16 @@ def contents() -> Iterator[Stored]:
             yield Stored(path, device, key, name, tuned, state if here else "another machine")
 
 
-def location(home: Path, key: Key) -> Path:
+def location(home: Path, key: Key, ordinal: int | None = None) -> Path:
     """The file of a key on this machine."""
-    return home / "tuned" / machine.slug_of(machine.identity(key.device)) / key.filename()
+    return home / "tuned" / machine.slug_of(machine.identity(key.device, ordinal)) / key.filename()
 
 
 @lru_cache(maxsize=4096)
-def _current(home: Path, key: Key) -> Mapping[str, Tuned]:
+def _current(home: Path, key: Key, ordinal: int | None) -> Mapping[str, Tuned]:
     """What the file of a key holds for the code that is installed now; empty if nothing."""
-    path = location(home, key)
-    entries = _read(path, key)
+    path = location(home, key, ordinal)
+    entries = _read(path, key, machine.identity(key.device, ordinal))
     fresh = {name: tuned for name, (tuned, code) in entries.items() if _fresh(name, code)}
     if entries and not fresh:
         _warn(path, "was tuned with other kernels or libraries: run python -m pagedkern.autotune again")
@@ -235,7 +237,7 @@ def _current(home: Path, key: Key) -> Mapping[str, Tuned]:
 
 
 @lru_cache(maxsize=4096)
-def _nearest(home: Path | None, key: Key, backend: str | None) -> Found | None:
+def _nearest(home: Path | None, key: Key, backend: str | None, ordinal: int | None) -> Found | None:
     """The choice for a key of the machine most like this one, of those that were imported and those that ship.
 
     Kernels must be the same; versions of libraries may differ. A GPU must be of the same compute capability up to its
@@ -244,18 +246,18 @@ def _nearest(home: Path | None, key: Key, backend: str | None) -> Found | None:
     """
     if key.device not in ("cpu", "cuda"):
         return None
-    here = machine.identity(key.device)
+    here = machine.identity(key.device, ordinal)
     ranked = sorted(profiles.others(), key=lambda found: -machine.likeness(here, found[1]["device"]))
     for path, document in ranked:
         if not machine.likeness(here, document["device"]):
             return None
         try:
             entries = [c for c in document.get("choices", ()) if Key(**c["problem"]) == key]
-            parsed = {c["backend"]: (*_parse(c), c["when"]) for c in entries}
+            parsed = {c["backend"]: _parse(c) for c in entries}
         except files.INVALID as error:
             _warn(path, f"cannot be used: {error or type(error).__name__}")
             continue
-        same = {n: tuned for n, (tuned, code, _) in parsed.items() if _same_kernel(n, code)}
+        same = {n: tuned for n, (tuned, code) in parsed.items() if _same_kernel(n, code)}
         name = backend if backend in same else None if backend else _best(same)
         if name is not None:
             where = machine.describe(document["device"])
@@ -292,7 +294,7 @@ def _read(
 _FIELDS = {  # of a choice in the file: its type and least value
     "seconds": (float, 0), "untuned": (bool, None), "gain": (float, 0), "gain_low": (float, 0), "rounds": (int, 1),
     "default": (str, None), "num_seqs": (int, 0), "num_tokens": (int, 0), "max_seqlen_q": (int, 0),
-    "max_seqlen_k": (int, 0), "context": (int, 0), "when": (str, None),
+    "max_seqlen_k": (int, 0), "context": (int, 0), "when": (str, None), "driver": (str, None),
 }  # fmt: skip
 
 
@@ -328,10 +330,11 @@ def _fresh(backend: str, code: Mapping[str, object]) -> bool:
     return same and isinstance(then, dict) and then.items() <= machine.libraries().items()
 
 
-def _reason(problem: Problem, tuned: Tuned, same: bool) -> str:
+def _reason(problem: Problem, tuned: Tuned, same: bool, ordinal: int | None) -> str:
     batch = f"{tuned.num_seqs} sequences, {tuned.num_tokens} query tokens, context {tuned.context}"
-    where = machine.describe(machine.identity(problem.device))
-    return f"{_gain(tuned)}; measured {'on this problem' if same else 'on ' + batch}, {where}, {tuned.when[:10]}"
+    where = machine.describe(machine.identity(problem.device, ordinal))
+    on = "on this problem" if same else f"on {batch}"
+    return f"{_gain(tuned)}; measured {on}, {where}, {tuned.driver}, {tuned.when[:10]}"
 
 
 def _gain(tuned: Tuned) -> str:

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -21,27 +22,77 @@ from pagedkern.backends import base
 
 BACKENDS = Path(base.__file__).parent
 SOURCES = {".py", ".cu", ".cuh", ".h", ".c", ".cpp"}
-LIBRARIES = ("torch", "numba", "triton", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda")  # that a backend may be built on
+LIBRARIES = (  # that a backend may be built on
+    "torch", "numba", "llvmlite", "triton", "pytorch-triton-rocm", "cupy", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda",
+)  # fmt: skip
+FEATURES = {  # of a processor, that decide which instructions kernels are compiled to
+    "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_fp16", "amx_bf16",
+    "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2",
+}  # fmt: skip
 GUESSED_CACHE = 64 << 20  # bytes, where the system does not tell
 
 
-@cache
-def identity(device: str) -> Mapping[str, str | int]:
-    """The fields by which two machines are the same to a tuner; `device` is a torch device type ("cpu", "cuda")."""
-    if device == "cpu":
-        return {"type": device, "name": _cpu_name(), "arch": platform.machine(), "threads": cpu_threads()}
-    if device != "cuda":  # nothing is tuned there: what is looked up is not found
-        return {"type": device, "name": device}
-    import torch  # whoever asks for a GPU has loaded it
+def identity(device: str, ordinal: int | None = None) -> Mapping[str, str | int]:
+    """The fields by which two machines are the same to a tuner; `device` is a torch device type ("cpu", "cuda"),
+    `ordinal` the number of a GPU, None the current one: a process may use several that are unlike."""
+    if device != "cuda":
+        return _cpu() if device == "cpu" else {"type": device, "name": device}  # nothing is tuned on others
+    if ordinal is None:
+        import torch  # whoever asks for a GPU has loaded it
 
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        ordinal = torch.cuda.current_device()
+    return _gpu(ordinal)
+
+
+@cache
+def _cpu() -> Mapping[str, str | int]:
+    name, features = _processor()
     return {
-        "type": device,
+        "type": "cpu",
+        "name": name,
+        "arch": platform.machine(),
+        "threads": cpu_threads(),
+        "cores": os.cpu_count() or 1,
+        "cache_kib": last_level_cache("cpu") >> 10,
+        "features": features,
+    }
+
+
+@cache
+def _gpu(ordinal: int) -> Mapping[str, str | int]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(ordinal)
+    known: dict[str, str | int] = {
+        "type": "cuda",
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_gib": round(properties.total_memory / 2**30),
     }
+    told_apart = {  # what is sold under one name with another memory, or is a slice of a GPU; not every torch tells
+        "l2_kib": getattr(properties, "L2_cache_size", 0) >> 10,
+        "memory_bus_bits": getattr(properties, "memory_bus_width", 0),
+        "memory_mhz": getattr(properties, "memory_clock_rate", 0) // 1000,
+        "architecture": properties.gcnArchName if torch.version.hip else "",
+    }
+    return {**known, **{key: value for key, value in told_apart.items() if value}}
+
+
+@cache
+def driver(device: str) -> str:
+    """The version of what runs a device, for the record: a GPU's driver, the kernel of the system for a CPU."""
+    if device != "cuda":
+        return f"{platform.system()} {platform.release()}"
+    import torch
+
+    runtime = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return runtime
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return f"driver {found[1]}, {runtime}" if found else runtime
 
 
 def present(device: str) -> bool:
@@ -84,7 +135,8 @@ def likeness(device: Mapping[str, str | int], other: Mapping[str, object]) -> fl
     counts = [d.get("threads" if cpu else "multiprocessors") for d in (device, other)]
     known = [count for count in counts if isinstance(count, int) and count > 0]
     ratio = min(known) / max(known) if len(known) == 2 else 0.1
-    return (0.5 if device.get("name") == other.get("name") else 0.25) + ratio / 2
+    same = 0.4 if device.get("name") == other.get("name") else 0.2
+    return same + (0.1 if device.get("features") == other.get("features") else 0.0) + ratio / 2
 
 
 def describe(device: Mapping[str, str | int]) -> str:
@@ -190,13 +242,36 @@ def free_memory(device: str) -> int:
     return int(found[1]) << 10 if found else 2 << 30
 
 
-def _cpu_name() -> str:
-    """The model as the kernel names it, with the numbers that tell apart what is sold under one name."""
+def _processor() -> tuple[str, str]:
+    """The model as the kernel names it, with the numbers that tell apart what is sold under one name, all kinds of its
+    cores; and those of `FEATURES` that it has, which a hypervisor may hide."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return platform.processor() or platform.machine()
-    fields = dict(re.findall(r"^([^\n:]*?)[ \t]*: *(.*)$", text.split("\n\n", 1)[0], re.MULTILINE))
-    name = fields.get("model name") or platform.processor() or platform.machine()
-    numbers = [fields[key] for key in ("cpu family", "model", "CPU implementer", "CPU part") if key in fields]
-    return f"{name} ({'/'.join(numbers)})" if numbers else name
+        return _processor_elsewhere(), ""
+    names, features = [], set(FEATURES)
+    for core in text.strip().split("\n\n"):
+        fields = dict(re.findall(r"^([^\n:]*?)[ \t]*: *(.*)$", core, re.MULTILINE))
+        numbers = [fields[key] for key in _NUMBERS if key in fields]
+        name = fields.get("model name") or platform.processor() or platform.machine()
+        flags = fields.get("flags") or fields.get("Features")
+        if numbers or flags or "model name" in fields:  # else it is of no core
+            names.append(f"{name} ({'/'.join(numbers)})" if numbers else name)
+            features &= set((flags or "").split())
+    if not names:
+        return _processor_elsewhere(), ""
+    return " + ".join(dict.fromkeys(names)), " ".join(sorted(features))
+
+
+_NUMBERS = ("cpu family", "model", "stepping", "CPU implementer", "CPU variant", "CPU part", "CPU revision")
+
+
+def _processor_elsewhere() -> str:
+    """The model where there is no /proc/cpuinfo."""
+    if sys.platform == "darwin":  # whose `platform.processor` is "arm" for all
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            pass
+    return platform.processor() or platform.machine()

@@ -39,6 +39,12 @@ def writable() -> Path:
     return home
 
 
+def runs() -> Path | None:
+    """Where runs are written down that nobody names a file for; None if there is no place for one."""
+    home = directory()
+    return home / "runs" if home else None
+
+
 def slug(text: str) -> str:
     """A name as a part of a path."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40]

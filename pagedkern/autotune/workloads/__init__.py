@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 
 from pagedkern.autotune.workloads.files import load_file
-from pagedkern.autotune.workloads.models import Model, model, model_names
+from pagedkern.autotune.workloads.models import Model, causal_pairs, model, model_names
 from pagedkern.autotune.workloads.traffic import Quantiles, Request, Traffic
 from pagedkern.errors import InvalidArgument
 
-__all__ = ["Model", "Quantiles", "Request", "Traffic", "load", "model", "model_names", "names"]
+__all__ = ["Model", "Quantiles", "Request", "Traffic", "causal_pairs", "load", "model", "model_names", "names"]
 
 FOLDER = Path(__file__).parent
 ORDER = ("chat", "code", "long-context", "retrieval", "parallel-sampling", "beam")

@@ -35,6 +35,7 @@ class Model:
 
     @property
     def cache_dtype(self) -> str:
+        """Of K and V."""
         return self.kv_dtype or self.dtype
 
     @property
@@ -49,21 +50,47 @@ class Model:
 
     @property
     def num_weights(self) -> int:
+        """Parameters of the model."""
         return self.weight_bytes // ITEMSIZE[self.dtype]
 
     def read_tokens(self, context: int) -> float:
-        """Tokens of K and V that a query at the end of so many reads: a mean over layers, fewer where there is a
-        window."""
+        """Tokens of K and V that a query at the end of `context` tokens reads: a mean over layers, fewer where there is
+        a window."""
         if self.sliding_window is None or context <= self.sliding_window:
             return context
         part = self.window_layers / self.num_layers
         return part * self.sliding_window + (1 - part) * context
 
+    def pairs(self, start: int, end: int) -> float:
+        """`causal_pairs` of queries at positions `start .. end-1`, a mean over layers."""
+        if self.sliding_window is None or end <= self.sliding_window:
+            return causal_pairs(start, end)
+        part = self.window_layers / self.num_layers
+        return part * causal_pairs(start, end, self.sliding_window) + (1 - part) * causal_pairs(start, end)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows of its layers, None that of layers without one: each is a problem of its own to a kernel."""
+        with_window = self.window_layers if self.sliding_window is not None else 0
+        return ((None,) if with_window < self.num_layers else ()) + ((self.sliding_window,) if with_window else ())
+
     def __str__(self) -> str:
+        window = "" if self.windows == (None,) else f", window {self.sliding_window:,}"
+        window += f" in {self.window_layers} of them" if len(self.windows) > 1 else ""
+        cache = "" if self.cache_dtype == self.dtype else f", cache {self.cache_dtype}"
+        softcap = "" if self.softcap is None else f", softcap {self.softcap:g}"
         return (
-            f"{self.name}: {self.num_layers} layers, {self.num_heads} query heads, {self.num_kv_heads} KV heads, "
-            f"head dim {self.head_dim}, {self.dtype}, {self.weight_bytes / 1e9:.1f} GB of weights"
+            f"{self.name}: {self.num_layers} layers{window}, {self.num_heads} query heads, {self.num_kv_heads} KV "
+            f"heads, head dim {self.head_dim}{softcap}, {self.dtype}{cache}, "
+            f"{self.weight_bytes / 1e9:.1f} GB of weights"
         )
+
+
+def causal_pairs(start: int, end: int, window: int | None = None) -> int:
+    """Pairs of a query at positions `start .. end-1` and a key that it sees, itself and those before; with a window the
+    last so many of them."""
+    growing = end if window is None else min(max(window, start), end)  # positions from here on see a whole window
+    return (growing * (growing + 1) - start * (start + 1)) // 2 + (window or 0) * (end - growing)
 
 
 _KEYS: dict[str, type | tuple[type, ...]] = {
@@ -79,25 +106,33 @@ def model_names() -> tuple[str, ...]:
 
 
 def model(spec: str | Model) -> Model:
-    """A preset by name, or a shape as `heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9`.
+    """A preset by name, one with changes as `llama-3-8b,dtype=float32` (its weights then take as many bytes as in that
+    dtype), or a shape as `heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9`.
+
+    Args:
+        spec: the text; a `Model` is returned as it is.
 
     Raises:
         InvalidArgument: no such preset, a key that there is not, a value that is not accepted.
     """
     if isinstance(spec, Model):
         return spec
-    if "=" not in spec:
-        if spec not in _presets():
-            raise InvalidArgument(
-                f"model: got {spec!r}, accepted is one of {', '.join(model_names())}, or a shape such as "
-                "heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9"
-            )
+    if spec in _presets():
         return _presets()[spec]
-    table: dict[str, object] = {}
-    for part in spec.split(","):
-        key, _, value = part.partition("=")
-        table[key.strip()] = _number(value.strip())
-    return from_table(table, "model", spec)
+    parts = [part.partition("=") for part in spec.split(",")]
+    changes = {key.strip(): _number(value.strip()) for key, equals, value in parts if equals}
+    if len(changes) == len(parts):
+        return from_table(changes, "model", spec)
+    name = parts[0][0].strip()
+    if name not in _presets() or len(changes) != len(parts) - 1:
+        raise InvalidArgument(
+            f"model: got {spec!r}, accepted is one of {', '.join(model_names())}, one with changes such as "
+            f"{model_names()[0]},dtype=float32, or a shape such as "
+            "heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9"
+        )
+    preset = _presets()[name]
+    size = ITEMSIZE.get(str(changes.get("dtype")), ITEMSIZE[preset.dtype])
+    return from_table({**_tables()[name], "weight_bytes": preset.num_weights * size, **changes}, "model", spec)
 
 
 def from_table(table: Mapping[str, object], where: str, name: str) -> Model:
@@ -134,9 +169,13 @@ def from_table(table: Mapping[str, object], where: str, name: str) -> Model:
 
 
 @cache
+def _tables() -> dict[str, dict[str, object]]:
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
+@cache
 def _presets() -> dict[str, Model]:
-    tables = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    return {name: from_table(table, f"models.toml: {name}", name) for name, table in tables.items()}
+    return {name: from_table(table, f"models.toml: {name}", name) for name, table in _tables().items()}
 
 
 def _number(text: str) -> object:

@@ -37,6 +37,7 @@ class Quantiles:
 
     @property
     def mean(self) -> float:
+        """The mean of the distribution."""
         steps = zip(self.shares, self.shares[1:], self.values, self.values[1:], strict=False)
         return sum((b - a) * (low + high) / 2 for a, b, low, high in steps)
 
@@ -65,8 +66,8 @@ class Traffic:
     model: Model | None = None  # the model that the file names
 
     def draw(self, count: int, seed: int = 0) -> list[Request]:
-        """So many requests in an order of arrival. Those of a trace are repeated in its order; of a longer one they are
-        taken at equal distances.
+        """`count` requests in an order of arrival, others for another `seed`. Those of a trace are repeated in its
+        order; of a longer one they are taken at equal distances.
 
         Lengths are joined by a Gaussian copula with the rank correlations of the distributions; the prompt's own
         quantiles are taken one by one from `count` equal shares, so that few requests make a good picture.
