@@ -168,6 +168,12 @@ def test_softcaps(target: Target, softcap: float, magnitude: float) -> None:
         check_exact(target, replace(LATTICE, softcap=softcap, magnitude=magnitude, query_lens=query_lens))
 
 
+@pytest.mark.parametrize("softcap", [1e-46, 1e39, 1e300])
+def test_softcaps_beyond_float32(target: Target, softcap: float) -> None:
+    for query_lens in (None, (1, 5, 2)):
+        check_exact(target, replace(LATTICE, softcap=softcap, query_lens=query_lens), torch.float64)
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1e-30, 1e4])
 def test_scales(target: Target, scale: float) -> None:
     """0 averages what is seen; none is mistaken for "not given"."""
