@@ -19,13 +19,13 @@ class ArrayView(NamedTuple):
 
     ptr: int  # address of element [0, ..., 0]; may be 0 if there are no elements
     dtype: str  # "int32", "bfloat16", ...: a key of `ITEMSIZE`
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # elements in each dimension
     strides: tuple[int, ...]  # in elements, one for each dimension; the last is 1 if that dimension has 2 or more
     device_type: int  # DLPack's number: 1 CPU, 2 CUDA, ...
     device_id: int  # from 0; -1 if the exporter does not say
-    read_only: bool
+    read_only: bool  # whether the exporter forbids to write
     stream: int | None  # from `__cuda_array_interface__`: the data are valid in the order of this stream
-    owner: object
+    owner: object  # what exported it
 
     @property
     def ndim(self) -> int:

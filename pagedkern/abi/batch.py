@@ -61,18 +61,18 @@ class Batch:
     q: ArrayView | None  # [num_tokens, num_heads, head_dim]
     out: ArrayView | None  # [num_tokens, num_heads, head_dim_v]
     lse: ArrayView | None  # float32 [num_tokens, num_heads]
-    num_seqs: int
+    num_seqs: int  # padding rows included
     num_tokens: int  # 0 if not known
     max_seqlen_q: int  # 0 if not known
-    width: int
+    width: int  # entries in a row of block_table
     num_blocks: int | None  # None if not known
-    block_size: int
+    block_size: int  # tokens
     num_heads: int  # 0 without q
     num_kv_heads: int  # 0 without caches
     head_dim: int  # 0 without caches
     head_dim_v: int  # 0 without caches
-    device_type: int
-    device_id: int
+    device_type: int  # DLPack's number: 1 CPU, 2 CUDA, ...
+    device_id: int  # from 0; -1 if no array says
 
     @property
     def quantized(self) -> bool:
@@ -101,13 +101,26 @@ def validate(
     max_seqlen_q: int | None = None,
 ) -> Batch:
     """Check a batch as far as it can be known without reading an array: dtypes, shapes, strides, devices, what goes
-    together. The fields are those of the ABI (see `pagedkern.abi`); each is anything that `describe` takes, or None.
+    together.
 
-    block_size, num_blocks: in tokens and blocks; taken from the caches, and needed only where there are none
-        (bookkeeping of an allocator). Without num_blocks the ids in the arrays have no upper limit.
-    max_seqlen_q: an upper bound of the query tokens of one sequence, 0 or None if not known; 1 if cu_seqlens_q is None.
+    The fields are those of the ABI (see `pagedkern.abi`); each is anything that `describe` takes, or None.
 
-    Raises `InvalidType` or `InvalidArgument` that names the argument, what was given and what is accepted.
+    Args:
+        block_table, seq_lens: int32 [num_seqs, width] and [num_seqs]; both or neither.
+        cu_seqlens_q: int32 [num_seqs + 1]; None: one query for each sequence.
+        slot_mapping: int64 [num_tokens].
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] and [..., head_dim_v], equal dtype (a float
+            dtype, float8_e4m3fn, float8_e5m2 or int8); both or neither.
+        q: float32, float16 or bfloat16 [num_tokens, num_heads, head_dim]; needs a table and caches.
+        out: of q's dtype [num_tokens, num_heads, head_dim_v]; needs q.
+        lse: float32 [num_tokens, num_heads]; needs q.
+        block_size, num_blocks: in tokens and blocks; taken from the caches, and needed only where there are none
+            (bookkeeping of an allocator). Without num_blocks the ids in the arrays have no upper limit.
+        max_seqlen_q: an upper bound of the query tokens of one sequence, 0 or None if not known; 1 if cu_seqlens_q is
+            None.
+
+    Raises:
+        InvalidArgument (InvalidType): names the argument, what was given and what is accepted.
     """
     given = {
         "k_cache": k_cache,

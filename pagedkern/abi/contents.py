@@ -11,11 +11,17 @@ def validate_contents(batch: Batch, *, sliding_window: int | None = None) -> Non
     """Check the block ids, lengths, prefix sums and slots of a batch whose index arrays are in host memory.
 
     Only what will be followed is checked: table entries at `j >= ceil(seq_lens[i] / B)` may hold anything, and so may
-    those wholly behind `sliding_window` (tokens that a query sees, its own included), where an allocator that gives
-    such blocks back leaves -1, and the rows of sequences to which `cu_seqlens_q` gives no query. O(used entries).
+    those wholly behind the window, where an allocator that gives such blocks back leaves -1, and the rows of sequences
+    to which `cu_seqlens_q` gives no query. O(used entries).
 
-    Raises `BlockIndexError` that names the array, the sequence, the position and the value; `InvalidArgument` if an
-    index array is not on the host; `InvalidType` if `batch` is no `Batch`.
+    Args:
+        batch: of `validate`.
+        sliding_window: tokens that a query sees, its own included; None: all before it.
+
+    Raises:
+        BlockIndexError: names the array, the sequence, the position and the value.
+        InvalidArgument: an index array is not on the host.
+        InvalidType: `batch` is no `Batch`.
     """
     check_batch(batch)
     window = None if sliding_window is None else count(sliding_window, "sliding_window", at_least=1)

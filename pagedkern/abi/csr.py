@@ -34,13 +34,18 @@ class Table(NamedTuple):
 def to_csr(block_table: object, seq_lens: object, block_size: int) -> CSR:
     """Convert a block table to CSR form.
 
-    block_table: int32 [num_seqs, width], any row stride; seq_lens: int32 [num_seqs]; both on the host, of any kind that
-        `describe` takes. Entries past `ceil(seq_lens[i] / block_size)` are not read.
-    block_size: tokens of a block.
+    O(used entries).
 
-    Raises `InvalidArgument` for arrays on a device, wrong dtypes and shapes; `BlockIndexError` for a length that is
-    negative or longer than the row, and for a negative id in a used entry (CSR has no way to skip a block, so those
-    behind a sliding window must still be there). O(used entries).
+    Args:
+        block_table: int32 [num_seqs, width], any row stride, on the host, of any kind that `describe` takes. Entries
+            past `ceil(seq_lens[i] / block_size)` are not read.
+        seq_lens: int32 [num_seqs], tokens, on the host.
+        block_size: tokens of a block.
+
+    Raises:
+        InvalidArgument: an array on a device, a wrong dtype or shape.
+        BlockIndexError: a length that is negative or longer than the row, or a negative id in a used entry (CSR has no
+            way to skip a block, so those behind a sliding window must still be there).
     """
     size = count(block_size, "block_size", at_least=1)
     table = index_array(block_table, "block_table", "int32", 2)
@@ -72,13 +77,20 @@ def from_csr(
 ) -> Table:
     """Convert CSR form to a block table; the inverse of `to_csr`.
 
-    indptr: int32 [num_seqs + 1]; indices: int32, at least `indptr[-1]` long, the rest is not read; last_page_len: int32
-        [num_seqs], 1 to block_size, and 0 (or block_size, as some libraries write) for a sequence without blocks.
-    width: entries in a row of the result; by default the longest sequence's, at least 1.
-    fill: what the unused entries hold.
+    O(num_seqs * width).
 
-    Raises `InvalidArgument` for arrays on a device, wrong dtypes and shapes, a width too small; `BlockIndexError` for
-    numbers out of range, naming sequence, position and value. O(num_seqs * width).
+    Args:
+        indptr: int32 [num_seqs + 1], on the host, as all arrays here.
+        indices: int32, at least `indptr[-1]` long; the rest is not read.
+        last_page_len: int32 [num_seqs], 1 to block_size, and 0 (or block_size, as some libraries write) for a sequence
+            without blocks.
+        block_size: tokens of a block.
+        width: entries in a row of the result; by default the longest sequence's, at least 1.
+        fill: what the unused entries hold.
+
+    Raises:
+        InvalidArgument: an array on a device, a wrong dtype or shape, a width too small.
+        BlockIndexError: a number out of range; names sequence, position and value.
     """
     size = count(block_size, "block_size", at_least=1)
     ptr = numbers(index_array(indptr, "indptr", "int32", 1))

@@ -17,15 +17,19 @@ ACCEPTED = "a torch tensor or an object that exports DLPack, __cuda_array_interf
 def describe(obj: object, name: str, *, stream: int | None = None) -> ArrayView:
     """Describe an array without copying it. O(1); a torch tensor takes one or two microseconds.
 
-    obj: a torch tensor; an exporter of DLPack (NumPy, CuPy, JAX, ...), of `__cuda_array_interface__` (Numba, ...) or of
-        the buffer protocol (array.array, memoryview, bytes, ctypes arrays); or an `ArrayView`, returned as it is.
-    name: how error messages call the argument.
-    stream: handed to a DLPack exporter on a GPU: the stream on which the data will be used, as an integer handle; None
-        is the legacy default stream, -1 asks for no synchronisation. Torch tensors and `__cuda_array_interface__` are
-        not synchronised; the stream that the latter names is kept in the view.
+    Args:
+        obj: a torch tensor; an exporter of DLPack (NumPy, CuPy, JAX, ...), of `__cuda_array_interface__` (Numba, ...)
+            or of the buffer protocol (array.array, memoryview, bytes, ctypes arrays); or an `ArrayView`, returned as
+            it is.
+        name: how error messages call the argument.
+        stream: handed to a DLPack exporter on a GPU: the stream on which the data will be used, as an integer handle;
+            None is the legacy default stream, -1 asks for no synchronisation. Torch tensors and
+            `__cuda_array_interface__` are not synchronised; the stream that the latter names is kept in the view.
 
-    Raises `InvalidType` if obj exports no array, and `InvalidArgument` for an unknown dtype, a foreign byte order, a
-    last dimension that is not contiguous (no array of the ABI has one), a masked array, or a tensor without memory.
+    Raises:
+        InvalidType: obj exports no array.
+        InvalidArgument: an unknown dtype, a foreign byte order, a last dimension that is not contiguous (no array of
+            the ABI has one), a masked array, or a tensor without memory.
     """
     torch = sys.modules.get("torch")  # whoever holds a tensor has imported it
     if torch is not None and isinstance(obj, torch.Tensor):

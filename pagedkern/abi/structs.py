@@ -96,7 +96,8 @@ _ARRAYS = ("block_table", "seq_lens", "cu_seqlens_q", "slot_mapping", "k_cache",
 def to_struct(batch: Batch) -> BatchStruct:
     """The batch as the C struct that kernels and engines in other languages take. It keeps the arrays alive.
 
-    Raises `InvalidType` if `batch` is no `Batch`.
+    Raises:
+        InvalidType: `batch` is no `Batch`.
     """
     check_batch(batch)
     struct = BatchStruct(
@@ -141,11 +142,18 @@ def to_params(
 ) -> AttentionParamsStruct:
     """The parameters of attention over a batch as the C struct. It keeps the arrays alive.
 
-    scale: None means `head_dim ** -0.5`. sliding_window: tokens, at least 1. softcap: greater than 0.
-    alibi_slopes, sinks: float32 [num_heads] on the batch's device. k_scale, v_scale: float32 [num_kv_heads] there, or a
-    number if the batch is on the host; given exactly when the caches are quantized.
+    Args:
+        batch: of `validate`.
+        scale: factor of the scores; None means `head_dim ** -0.5`.
+        causal: a query sees no key after its own position.
+        sliding_window: tokens that a query sees, its own included, at least 1.
+        softcap: scores become `softcap * tanh(score / softcap)`; greater than 0.
+        alibi_slopes, sinks: float32 [num_heads] on the batch's device.
+        k_scale, v_scale: float32 [num_kv_heads] there, or a number if the batch is on the host; given exactly when the
+            caches are quantized.
 
-    Raises `InvalidType` or `InvalidArgument` that names the argument, what was given and what is accepted.
+    Raises:
+        InvalidArgument (InvalidType): names the argument, what was given and what is accepted.
     """
     check_batch(batch)
     if batch.q is None:

@@ -24,7 +24,7 @@ class BlockAllocator(Facts):
     """Which blocks of a paged KV cache belong to which sequence. It moves no memory: it says what to move and where
     to write.
 
-    An engine's loop::
+    An engine's loop:
 
         seq = allocator.create(prompt)           # reuses the cached prefix
         step = allocator.prefill([seq])          # the prompt's tokens that are left to compute
@@ -89,10 +89,13 @@ class BlockAllocator(Facts):
 
     @operation
     def can_allocate(self, tokens: int | Tokens, *, salt: Salt = None, spare_blocks: int = 0) -> Verdict:
-        """Whether `create(tokens)` would succeed and leave the watermark and so many spare blocks: `OK`, `LATER`, or
-        `NEVER`. Changes nothing.
+        """Whether `create` would succeed and leave the watermark free: `OK`, `LATER`, or `NEVER`. Changes nothing.
 
         `NEVER` when the prompt needs more blocks than the pool has above the watermark, cached or not. O(tokens).
+
+        Args:
+            tokens, salt: as in `create`.
+            spare_blocks: so many blocks are to remain free, too.
         """
         core = self._core
         kept = self._reserve + integer("spare_blocks", spare_blocks, 0)
@@ -124,7 +127,7 @@ class BlockAllocator(Facts):
 
     @operation
     def fork(self, seq: Sequence, n: int = 1) -> list[Sequence]:
-        """`n` new sequences with the same tokens, sharing every block until somebody writes. O(blocks) each.
+        """`n` new sequences with the tokens of `seq`, sharing every block until somebody writes. O(blocks) each.
 
         Tokens that are still to be computed are so in the fork too: fork after the prefill, else each computes the
         prompt.
@@ -256,8 +259,14 @@ class BlockAllocator(Facts):
     ) -> Step:
         """`append` and `prefill` in one step, as chunked prefill has it: first the rows that grow, then the prompts.
 
-        `max_tokens` bounds the tokens of the whole step; the prompts get what the others leave, first come first
-        served, and those that get none are left out. O(tokens + blocks begun).
+        O(tokens + blocks begun).
+
+        Args:
+            appending, tokens, lookahead: sequences that grow, and what by: as in `append`, one token each if `tokens`
+                is None.
+            prefilling: sequences whose prompts are to be computed, as in `prefill`.
+            max_tokens: most tokens of the whole step, at least those of `appending`; the prompts get what these leave,
+                first come first served, and those that get none are left out.
         """
         core = self._core
         growing, prompts = core.each(appending, "appending"), core.each(prefilling, "prefilling")
@@ -350,7 +359,7 @@ class BlockAllocator(Facts):
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> BlockAllocator:
-        """The allocator of a `snapshot`; its sequences, with the same ids, are in `sequences`.
+        """The allocator of a `snapshot`, `state`; its sequences, with the same ids, are in `sequences`.
 
         A snapshot says in which blocks keys and values are, not what they are: restore it only where the memory of the
         blocks is as it was.

@@ -64,8 +64,8 @@ class Facts:
         return [] if core.events is None or core.transactions or core.busy else core.events.drain()
 
     def digests(self, tokens: Tokens, *, salt: Salt = None) -> list[bytes]:
-        """The SHA-256 of each full block of a prompt, as `BlockEvent.digest` has it: equal in all processes.
-        O(tokens).
+        """The SHA-256 of each full block of a prompt under a salt, as `BlockEvent.digest` has it: equal in all
+        processes. Arguments as in `BlockAllocator.create`. O(tokens).
         """
         return digests(self._core.prefix.chunks(token_ids("tokens", tokens).tobytes()), tenant(salt))
 

@@ -49,9 +49,9 @@ def stats(core: Core) -> dict[str, int]:
 class BlockEvent(NamedTuple):
     """A block can be found in the prefix cache from now on ("stored"), or no more ("removed")."""
 
-    kind: str
+    kind: str  # "stored" or "removed"
     memory: str  # "device" or "host"
-    block: int
+    block: int  # its id in that memory
     digest: bytes  # SHA-256 of the salt and of all tokens up to the end of the block: the same in all processes
     parent: bytes  # digest of the prefix before it; that of the salt for a first block
 

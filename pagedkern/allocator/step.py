@@ -44,8 +44,8 @@ class Copies:
     __slots__ = ("dst", "src")
 
     def __init__(self, src: array[int], dst: array[int]) -> None:
-        self.src = src  # int64
-        self.dst = dst  # int64
+        self.src = src  # int64 [n], block ids
+        self.dst = dst  # int64 [n], block ids
 
     def __len__(self) -> int:
         return len(self.src)
@@ -125,7 +125,7 @@ class Plan:
         self._arrivals: list[tuple[int, int]] = []  # (device block, host block) of prefixes found on the host
         self.id = ident  # counts steps and plans of one allocator
         self.seqs = seqs  # the sequences, in the order of the rows
-        self.moves = moves
+        self.moves = moves  # (kind, src, dst): "copy", "swap_out", "swap_in"; src and dst are int64 block ids
 
     @property
     def state(self) -> str:

@@ -2,7 +2,7 @@
 
 `ops` has validated every field before a backend sees it: dtypes, devices, shapes, strides and ranges of host numbers
 are as documented here, and a launcher trusts them. What it cannot trust are numbers that live on the device (block ids,
-lengths, slots): entries that section 3 of the ABI calls unused may hold anything and are never followed.
+lengths, slots): entries that the ABI calls unused may hold anything and are never followed.
 
 Shapes: S sequences, T query tokens, H query heads, G KV heads, D head_dim of Q and K, E head_dim of V, N blocks,
 B tokens a block, W width of the block table.
@@ -43,8 +43,8 @@ class Problem:
     max_seqlen_k: int  # upper bound of the context: W * B
     op: Literal["attention", "write_kv", "copy_blocks"] = "attention"
     causal: bool = True
-    sliding_window: int | None = None
-    softcap: bool = False
+    sliding_window: int | None = None  # tokens seen, the query's own included
+    softcap: bool = False  # whether there is one, as with the two below
     alibi: bool = False
     sinks: bool = False
 
@@ -73,7 +73,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """The config with these fields, the others at their defaults; `InvalidArgument` names an unknown one."""
+        """The config with these `values`, the other fields at their defaults; `InvalidArgument` names an unknown one."""
         accepted = [field.name for field in fields(cls)]
         for name in values:
             if name not in accepted:
@@ -181,7 +181,7 @@ class Backend(Protocol):
         """The config with these fields; raises `InvalidArgument` naming the field that is unknown or out of range."""
 
     def attention(self, call: AttentionCall, config: Config) -> None:
-        """Compute section 4 into `call.out` and `call.lse`."""
+        """Compute what `paged_attention` documents into `call.out` and `call.lse`, every element of both."""
 
     def write_kv(self, call: WriteCall) -> None:
         """Scatter K and V into their slots."""

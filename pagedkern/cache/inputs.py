@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pagedkern import _arguments as check
 from pagedkern.cache.moves import Plan, host_tensor
+from pagedkern.errors import InvalidType
 
 
 class PlannedStep(Plan, Protocol):
@@ -31,21 +33,27 @@ class StepInputs(NamedTuple):
     block_table: Tensor  # int32 [S, W]
     seq_lens: Tensor  # int32 [S]
     cu_seqlens_q: Tensor  # int32 [S+1]
-    max_seqlen_q: int
+    max_seqlen_q: int  # most query tokens of one sequence
     slot_mapping: Tensor  # int64 [T]
 
 
 def step_inputs(step: PlannedStep, device: torch.device) -> StepInputs:
     """On a CPU over the step's own buffers, else copied."""
-    num_seqs = memoryview(step.seq_lens).nbytes // 4
-    arrays = [
-        host_tensor(step.slot_mapping, torch.int64),
-        host_tensor(step.block_table, torch.int32),
-        host_tensor(step.seq_lens, torch.int32),
-        host_tensor(step.cu_seqlens_q, torch.int32),
-    ]
+    try:
+        arrays = [
+            host_tensor("step: slot_mapping", step.slot_mapping, torch.int64),
+            host_tensor("step: block_table", step.block_table, torch.int32, ndim=2),
+            host_tensor("step: seq_lens", step.seq_lens, torch.int32),
+            host_tensor("step: cu_seqlens_q", step.cu_seqlens_q, torch.int32),
+        ]
+        bound = step.max_seqlen_q
+    except AttributeError as error:
+        raise InvalidType(f"step: got {type(step).__name__}, accepted is a Step or Batch ({error})") from None
+    num_seqs, entries = arrays[2].numel(), arrays[1].numel()
+    if entries % num_seqs if num_seqs else entries:
+        check.refuse("step: block_table", f"{entries} entries for {num_seqs} sequences", "rows of equal length")
     slots, table, lens, cu = upload(arrays, device)
-    return StepInputs(table.view(num_seqs, -1 if num_seqs else 0), lens, cu, step.max_seqlen_q, slots)
+    return StepInputs(table.view(num_seqs, -1 if num_seqs else 0), lens, cu, bound, slots)
 
 
 def upload(arrays: list[Tensor], device: torch.device) -> list[Tensor]:

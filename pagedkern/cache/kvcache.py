@@ -110,8 +110,14 @@ class KVCache:
     def from_layers(cls, layers: Sequence[tuple[ArrayLike, ArrayLike]]) -> KVCache:
         """A cache over an engine's own tensors, without a copy: (k_cache, v_cache) of each layer in the logical shape.
 
-        Layers must agree in blocks, block size, dtype and device, and may differ in heads and head_dim. There is no
-        host pool.
+        There is no host pool.
+
+        Args:
+            layers: for each layer [N, B, G, D] and [N, B, G, E], any strides but for the last dimension. They must
+                agree in blocks, block size, dtype and device, and may differ in heads and head_dim.
+
+        Raises:
+            InvalidArgument (InvalidType): no layer, or one that is not accepted, with its index.
         """
         self = cls.__new__(cls)
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -142,7 +148,11 @@ class KVCache:
         return self
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """(k_cache, v_cache) of one layer, views of shape [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """(k_cache, v_cache) of one layer, views of shape [num_blocks, block_size, num_kv_heads, head_dim].
+
+        Raises:
+            InvalidArgument (InvalidType): an `index` that is no integer in 0 .. num_layers-1.
+        """
         accepted = f"an integer in 0 .. {self.num_layers - 1}"
         if check.integer("index", index, 0, accepted) >= self.num_layers:
             check.refuse("index", index, accepted)
@@ -150,14 +160,17 @@ class KVCache:
 
     @property
     def num_layers(self) -> int:
+        """Layers of the model."""
         return len(self._layers)
 
     @property
     def num_blocks(self) -> int:
+        """Blocks on the device, N."""
         return self._layers[0][0].shape[0]
 
     @property
     def num_host_blocks(self) -> int:
+        """Blocks in host memory, to which sequences are swapped."""
         return self._host[0].shape[0] if self._host else 0
 
     @property
@@ -167,10 +180,12 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of K and V in every layer."""
         return self._layers[0][0].dtype
 
     @property
     def device(self) -> torch.device:
+        """Where the blocks are that kernels read."""
         return self._layers[0][0].device
 
     @property
@@ -209,14 +224,16 @@ class KVCache:
                 out.
         """
         moves = [move for plan in plans for move in moves_of(plan, self.num_blocks, self.num_host_blocks)]
+        brings = any(move.kind == "swap_in" for move in moves)
+        tables = _tables(plans) if brings else []
         self._transfers.begin()
         for move in moves:
             if move.kind == "copy":
                 self._copy(move)
             else:
                 self._swap(move)
-        if any(move.kind == "swap_in" for move in moves):
-            self._transfers.end(lambda blocks: _reads_any(plans, blocks))
+        if brings:
+            self._transfers.end(lambda blocks: _reads_any(tables, blocks))
 
     def _copy(self, move: Move) -> None:
         def work() -> None:
@@ -248,10 +265,13 @@ class KVCache:
         return step_inputs(step, self.device)
 
 
-def _reads_any(plans: Sequence[Plan], blocks: set[int]) -> bool:
-    """Whether the kernels of these steps read or write any of the blocks. Yes, if it cannot be told."""
+def _tables(plans: Sequence[Plan]) -> list[Tensor]:
+    """The block tables of those that are steps, flat."""
     tables = [getattr(plan, "block_table", None) for plan in plans]
-    if all(table is None for table in tables):
-        return True
+    return [host_tensor("plan: block_table", t, torch.int32, ndim=2) for t in tables if t is not None]
+
+
+def _reads_any(tables: list[Tensor], blocks: set[int]) -> bool:
+    """Whether the kernels of steps with these tables read or write any of the blocks. Yes, if it cannot be told."""
     ids = torch.tensor(sorted(blocks), dtype=torch.int32)
-    return any(bool(torch.isin(host_tensor(t, torch.int32), ids).any()) for t in tables if t is not None)
+    return not tables or any(bool(torch.isin(table, ids).any()) for table in tables)

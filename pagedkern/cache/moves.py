@@ -81,24 +81,30 @@ def _check(move: Move, num_blocks: int, num_host_blocks: int) -> None:
 
 
 def _ids(kind: str, name: str, buffer: Any) -> Tensor:
-    """An int64 buffer (array, memoryview) of a plan as a tensor on the host, without a copy."""
+    """An int64 vector (buffer, or tensor) of a plan as a tensor on the host, without a copy."""
     if isinstance(buffer, Tensor):
         check.dtype(f"plan, {name} of a {kind} move", buffer, torch.int64)
         if buffer.dim() != 1:
             check.refuse("plan", f"a {kind} move whose {name} has {buffer.dim()} dimensions", "an int64 vector")
         return buffer.cpu()
+    return host_tensor(f"plan: {name} of a {kind} move", buffer, torch.int64)
+
+
+def host_tensor(name: str, buffer: Any, dtype: torch.dtype, ndim: int = 1) -> Tensor:
+    """A flat tensor over a buffer (array, memoryview) of int32 or int64, without a copy.
+
+    Raises:
+        InvalidArgument (InvalidType): no buffer, or one of other numbers, more than `ndim` dimensions, or with gaps.
+    """
+    accepted = f"a contiguous buffer of {str(dtype).removeprefix('torch.')}, an array or memoryview"
     try:
         view = memoryview(buffer)
     except TypeError:
-        raise InvalidType(
-            f"plan: got a {kind} move whose {name} is a {type(buffer).__name__}, accepted is an int64 buffer"
-        ) from None
-    if view.itemsize != 8 or view.format not in ("q", "l") or view.ndim != 1 or not view.contiguous:
-        got = f"format {view.format!r}, {view.ndim} dimensions{'' if view.contiguous else ', strided'}"
-        check.refuse("plan", f"a {kind} move whose {name} has {got}", "a contiguous int64 vector ('q')")
-    return host_tensor(view, torch.int64)
-
-
-def host_tensor(buffer: Any, dtype: torch.dtype) -> Tensor:
-    """A flat tensor over a buffer, without a copy; torch itself refuses empty ones."""
-    return torch.frombuffer(buffer, dtype=dtype) if memoryview(buffer).nbytes else torch.empty(0, dtype=dtype)
+        raise InvalidType(f"{name}: got {type(buffer).__name__}, accepted is {accepted}") from None
+    if view.format not in ("i", "l", "q") or view.itemsize != dtype.itemsize or not 1 <= view.ndim <= ndim:
+        check.refuse(name, f"a buffer of format {view.format!r}, {view.ndim} dimensions", accepted)
+    if not view.c_contiguous:
+        check.refuse(name, "a strided buffer", accepted)
+    return (
+        torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
+    )  # torch refuses empty ones

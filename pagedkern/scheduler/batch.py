@@ -73,7 +73,7 @@ class Batch:
 
     @property
     def num_seqs(self) -> int:
-        """S."""
+        """S, the rows of the block table."""
         return len(self.rows)
 
     @property

@@ -43,10 +43,12 @@ class Costs:
                 raise InvalidArgument(f"{name}: got {value!r}, a finite number, {accepted}, is accepted")
 
     def swap_seconds(self, num_seqs: int, num_blocks: int, block_size: int) -> float:
-        """Out and in again: whole blocks, however few tokens are in them."""
+        """Seconds for `num_seqs` sequences out and in again: `num_blocks` whole blocks of `block_size` tokens, however
+        few tokens are in them.
+        """
         size = self.bytes_per_block if self.bytes_per_block is not None else 131_072 * block_size
         return 2 * (num_seqs * self.transfer_seconds + num_blocks * size / self.link_bytes_per_second)
 
     def recompute_seconds(self, num_tokens: int) -> float:
-        """The prefill of so many tokens. Linear: the part of attention that is quadratic is not counted."""
+        """Seconds for the prefill of `num_tokens`. Linear: the part of attention that is quadratic is not counted."""
         return num_tokens / self.prefill_tokens_per_second

@@ -28,7 +28,7 @@ class Sample:
     __slots__ = ("_computed", "_reached", "finish_reason", "index", "request", "seq", "tokens")
 
     def __init__(self, request: Request, index: int) -> None:
-        self.request = request
+        self.request = request  # of which this is a completion
         self.index = index  # 0 .. n-1
         self.tokens: list[int] = []  # ids of the new tokens, the one that ended it included
         self.finish_reason: str | None = None  # "stop" (an eos token, or `stopped`), "length" (max_tokens)

@@ -19,7 +19,7 @@ POLICIES = ("swap", "recompute", "auto")
 class Scheduler:
     """First come first served continuous batching with a token budget, chunked prefill and preemption.
 
-    An engine's loop::
+    An engine's loop:
 
         scheduler.add(prompt, max_tokens=256, eos=2)
         while scheduler.has_work:
@@ -85,9 +85,13 @@ class Scheduler:
     # Requests.
 
     def can_add(self, num_tokens: int, *, max_tokens: int, n: int = 1) -> Verdict:
-        """Whether a request with a prompt of so many tokens could run: `NEVER` if `add` would refuse it, `OK` if it
-        would be the next to start and there is room (what the prefix cache has is not counted), else `LATER`. The next
-        batch takes it up then, if its token budget reaches. O(requests that run).
+        """Whether a request could run: `NEVER` if `add` would refuse it, `OK` if it would be the next to start and
+        there is room (what the prefix cache has is not counted), else `LATER`. The next batch takes it up then, if its
+        token budget reaches. O(requests that run).
+
+        Args:
+            num_tokens: of the prompt.
+            max_tokens, n: as in `add`.
         """
         prompt, last = integer("num_tokens", num_tokens, 1, MAX_TOKENS), integer("max_tokens", max_tokens, 1)
         count, state = integer("n", n, 1), self._state
@@ -100,8 +104,12 @@ class Scheduler:
         return verdict
 
     def most_blocks(self, num_tokens: int, *, max_tokens: int, n: int = 1) -> int:
-        """Blocks that a request with a prompt of so many tokens can need, alone and to its end: the smallest pool that
-        it can run in, watermark aside. The last token is sampled, but never written. O(1).
+        """Blocks that a request can need, alone and to its end: the smallest pool that it can run in, watermark aside.
+        The last token is sampled, but never written. O(1).
+
+        Args:
+            num_tokens: of the prompt.
+            max_tokens, n: as in `add`.
         """
         prompt, last = integer("num_tokens", num_tokens, 1), integer("max_tokens", max_tokens, 1)
         shared = prompt // self.allocator.block_size  # as in `State.blocks_of`
@@ -199,6 +207,10 @@ class Scheduler:
         if len(ids) != len(batch.outputs):
             raise InvalidArgument(
                 f"tokens: got {len(ids)} ids, {len(batch.outputs)}, one for each output, are accepted"
+            )
+        if not isinstance(stopped, Iterable):
+            raise InvalidType(
+                f"stopped: got {type(stopped).__name__}, a list of indices into batch.outputs is accepted"
             )
         stops = {batch.outputs[integer("stopped", i, 0, len(ids) - 1)] for i in stopped}
         return outcome.complete(self._state, batch, ids.tolist(), stops)
