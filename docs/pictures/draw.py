@@ -13,7 +13,9 @@ EMPTY = "paper dashed"
 
 def block_table() -> Canvas:
     """The idea: tokens in order, blocks anywhere, a table between them."""
-    c = Canvas("block_table", 332, "Ten tokens of a sequence lie in blocks 4, 0 and 3 of the cache; its block table says so")
+    c = Canvas(
+        "block_table", 332, "Ten tokens of a sequence lie in blocks 4, 0 and 3 of the cache; its block table says so"
+    )
     c.text(20, 24, "What the sequence sees: its tokens, in order", "strong")
     for j in range(3):
         numbers = [str(4 * j + i) if 4 * j + i < 10 else "" for i in range(4)]
@@ -42,7 +44,11 @@ def block_table() -> Canvas:
 
 def reserved() -> Canvas:
     """Why: what a reservation for the longest case costs."""
-    c = Canvas("reserved", 330, "A piece of memory for each request holds three requests; in blocks, more than half of it is free for others")
+    c = Canvas(
+        "reserved",
+        330,
+        "A piece of memory for each request holds three requests; in blocks, more than half of it is free for others",
+    )
     c.text(20, 24, "A piece for each request, as long as it may get", "strong")
     used = {"a": 5, "b": 11, "c": 3}
     for i, (kind, tokens) in enumerate(used.items()):
@@ -62,7 +68,9 @@ def reserved() -> Canvas:
     return c
 
 
-def _table(c: Canvas, x: float, y: float, name: str, kind: str, ids: list[tuple[int, str]]) -> list[tuple[float, float]]:
+def _table(
+    c: Canvas, x: float, y: float, name: str, kind: str, ids: list[tuple[int, str]]
+) -> list[tuple[float, float]]:
     """A block table with its owner's name; returns the lower middles of its entries."""
     c.box(x, y, 92, 30, kind, name, "strong")
     for j, (block, colour) in enumerate(ids):
@@ -70,7 +78,9 @@ def _table(c: Canvas, x: float, y: float, name: str, kind: str, ids: list[tuple[
     return [(x + 118 + 40 * j, y + 30) for j in range(len(ids))]
 
 
-def _pool(c: Canvas, y: float, blocks: list[tuple[str, str]], x: float = 20, pitch: float = 98) -> list[tuple[float, float]]:
+def _pool(
+    c: Canvas, y: float, blocks: list[tuple[str, str]], x: float = 20, pitch: float = 98
+) -> list[tuple[float, float]]:
     """A row of blocks with a note under each; returns the upper middles."""
     for i, (kinds, note) in enumerate(blocks):
         names = {"s": "both", "a": "a", "b": "b", "c": "c", ".": EMPTY}
@@ -85,7 +95,9 @@ def prefix() -> Canvas:
     c.text(20, 24, "Two prompts with one system prompt of 8 tokens", "strong")
     first = _table(c, 20, 40, "request 1", "a", [(0, "both"), (1, "both"), (2, "a")])
     second = _table(c, 270, 40, "request 2", "b", [(0, "both"), (1, "both"), (3, "b")])
-    tops = _pool(c, 154, [("ssss", "0: two owners"), ("ssss", "1: two owners"), ("aaa.", "2"), ("bb..", "3"), ("....", "free")])
+    tops = _pool(
+        c, 154, [("ssss", "0: two owners"), ("ssss", "1: two owners"), ("aaa.", "2"), ("bb..", "3"), ("....", "free")]
+    )
     for start, block in zip(first, (0, 1, 2), strict=True):
         c.arrow(start, (tops[block][0] - 6, tops[block][1] - 3))
     for start, block in zip(second, (0, 1, 3), strict=True):
@@ -97,14 +109,20 @@ def prefix() -> Canvas:
 
 def fork() -> Canvas:
     """Copy-on-write in three pictures."""
-    c = Canvas("fork", 470, "A fork shares all blocks; the first who writes gets a copy of the last one, the other writes in place")
+    c = Canvas(
+        "fork",
+        470,
+        "A fork shares all blocks; the first who writes gets a copy of the last one, the other writes in place",
+    )
+    shared, mine, other = [(0, "both"), (1, "both")], [(0, "both"), (2, "a")], [(0, "both"), (1, "b")]
+    full = ("ssss", "0: two owners")
     stages = [
-        ("1  fork: the sample shares every block, nothing is copied", [(0, "both"), (1, "both")], [(0, "both"), (1, "both")],
-         [("ssss", "0: two owners"), ("ss..", "1: two owners"), ("....", "free")], None),
-        ("2  the first to write gets a copy of the shared block", [(0, "both"), (2, "a")], [(0, "both"), (1, "b")],
-         [("ssss", "0: two owners"), ("bb..", "1"), ("aaa.", "2")], "copy"),
-        ("3  the other is alone in it now, and writes in place", [(0, "both"), (2, "a")], [(0, "both"), (1, "b")],
-         [("ssss", "0: two owners"), ("bbb.", "1"), ("aaa.", "2")], None),
+        ("1  fork: the sample shares every block, nothing is copied", shared, shared,
+         [full, ("ss..", "1: two owners"), ("....", "free")], None),
+        ("2  the first to write gets a copy of the shared block", mine, other,
+         [full, ("bb..", "1"), ("aaa.", "2")], "copy"),
+        ("3  the other is alone in it now, and writes in place", mine, other,
+         [full, ("bbb.", "1"), ("aaa.", "2")], None),
     ]  # fmt: skip
     for i, (title, first, second, blocks, note) in enumerate(stages):
         y = 164 * i
@@ -121,10 +139,16 @@ def fork() -> Canvas:
 
 def swap() -> Canvas:
     """Two pools."""
-    c = Canvas("swap", 304, "Blocks of a preempted request go to host memory and come back; a block that another one owns too stays")
+    c = Canvas(
+        "swap",
+        304,
+        "Blocks of a preempted request go to host memory and come back; a block that another one owns too stays",
+    )
     c.text(20, 24, "GPU memory", "strong")
     c.box(12, 36, 496, 76, "hole")
-    tops = _pool(c, 52, [("ssss", "0: stays"), ("bbbb", "1"), ("bb..", "2"), ("aaaa", "3"), ("a...", "4")], x=27, pitch=96)
+    tops = _pool(
+        c, 52, [("ssss", "0: stays"), ("bbbb", "1"), ("bb..", "2"), ("aaaa", "3"), ("a...", "4")], x=27, pitch=96
+    )
     c.text(20, 292, "Host memory, pinned", "strong")
     c.box(12, 198, 496, 76, "hole")
     below = _pool(c, 214, [("bbbb", "0"), ("bb..", "1"), ("....", "2"), ("....", "3"), ("....", "4")], x=27, pitch=96)
@@ -140,7 +164,9 @@ def swap() -> Canvas:
 
 def fence() -> Canvas:
     """Why a freed block is not handed out while a step that reads it is in flight."""
-    c = Canvas("fence", 286, "A block that is freed while a step reads it is handed out again only after that step's commit")
+    c = Canvas(
+        "fence", 286, "A block that is freed while a step reads it is handed out again only after that step's commit"
+    )
     c.text(20, 24, "What the engine calls", "strong")
     marks = [(70, "append"), (170, "free(B)"), (262, "create"), (372, "commit"), (458, "create")]
     for x, name in marks:
@@ -163,7 +189,9 @@ def fence() -> Canvas:
 
 def loop() -> Canvas:
     """Who does what in one turn of an engine's loop."""
-    c = Canvas("loop", 372, "One turn of an engine's loop: which calls are pagedkern's and which parts are the engine's own")
+    c = Canvas(
+        "loop", 372, "One turn of an engine's loop: which calls are pagedkern's and which parts are the engine's own"
+    )
     rows = [
         ("scheduler.schedule()", "who runs, in which blocks", "a"),
         ("cache.apply(batch)", "copies and swaps, on streams", "a"),
@@ -189,30 +217,30 @@ def loop() -> Canvas:
     return c
 
 
-LAYERS = (  # from the top: name, folder or file, what it is for
-    (("integrations", "models of others"), ("autotune", "measures, chooses"), ("gpucheck", "one report")),
-    (("cache", "tensors, moves"), ("ops", "check and launch"), ("scheduler", "who runs")),
-    (("backends", "the kernels, each in a room of its own"), ("allocator", "which block is whose")),
-    (("abi", "what a batch is: the C header, its mirror, checks"),),
-    (("errors", "what can go wrong"),),
+LAYERS = (  # name, what it is for, colour, left, width, row, rows
+    ("gpucheck", "one report on a GPU", "c", 16, 300, 0, 1),
+    ("autotune", "measures, chooses, reports", "c", 16, 300, 1, 1),
+    ("integrations", "models of others", "c", 326, 142, 0, 2),
+    ("cache", "the tensors: carries out what plans ask for", "a", 16, 452, 2, 1),
+    ("ops", "checks once, chooses, launches", "a", 16, 300, 3, 1),
+    ("scheduler", "who runs next", "a", 326, 142, 3, 1),
+    ("backends", "the kernels, each in a room of its own", "b", 16, 300, 4, 1),
+    ("allocator", "whose block is it", "b", 326, 142, 4, 1),
+    ("abi", "what a batch is: the C header, its mirror, checks", "both", 16, 452, 5, 1),
+    ("errors", "what can go wrong", "hole", 16, 452, 6, 1),
 )
 
 
 def layers() -> Canvas:
     """The parts of the library; imports go down."""
-    c = Canvas("layers", 346, "The parts of the library in layers: imports go downward only")
-    for i, row in enumerate(LAYERS):
-        y, x = 12 + 66 * i, 16.0
-        weights = [2, 1] if len(row) == 2 else [1] * len(row)
-        room = 452 - 12 * (len(row) - 1)
-        for (name, does), weight in zip(row, weights, strict=True):
-            w = room * weight / sum(weights)
-            c.box(x, y, w, 50, ("c", "a", "b", "both", "hole")[i])
-            c.text(x + w / 2, y + 21, name, "mid strong code")
-            c.text(x + w / 2, y + 40, does, "mid small")
-            x += w + 12
-    c.arrow((492, 16), (492, 326), kind="warm")
-    c.text(506, 186, "imports", "small hot down")
+    c = Canvas("layers", 408, "The parts of the library in layers: imports go downward only")
+    for name, does, colour, x, w, row, rows in LAYERS:
+        y, h = 10 + 56 * row, 56 * rows - 10
+        c.box(x, y, w, h, colour)
+        c.text(x + w / 2, y + h / 2 - 3, name, "mid strong code")
+        c.text(x + w / 2, y + h / 2 + 15, does, "mid small")
+    c.arrow((492, 12), (492, 392), kind="warm")
+    c.text(506, 202, "imports", "small hot down")
     return c
 
 
