@@ -20,6 +20,8 @@ from pagedkern.backends.cupy.launcher import current_launcher
 
 __all__ = ["CupyBackend", "CupyConfig"]
 
+GRID_Y = 65535  # blocks of threads in the second dimension of a grid: KV heads, or 4 heads each when splits are merged
+
 
 class CupyBackend:
     """CUDA kernels for GPUs of compute capability 8.0 and more. Stateless; may be used from several threads."""
@@ -37,6 +39,9 @@ class CupyBackend:
             for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
                 if not 8 <= dim <= MAX_DIM or dim % 8:
                     return f"{name} is {dim}; this backend computes multiples of 8 up to {MAX_DIM}"
+            if problem.num_kv_heads > GRID_Y or problem.num_heads > 4 * GRID_Y:
+                heads = f"{problem.num_heads} heads over {problem.num_kv_heads} KV heads"
+                return f"{heads}; this backend computes up to {4 * GRID_Y} over {GRID_Y}"
         return reason
 
     def configs(self, problem: Problem) -> Iterable[CupyConfig]:

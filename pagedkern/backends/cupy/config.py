@@ -121,7 +121,7 @@ def configs(problem: Problem) -> list[CupyConfig]:
         return [default_config(problem)]
     changes: list[dict[str, object]] = [{}, {"span": 512}, {"span": 1024}, {"num_splits": 32}, {"num_splits": 8}]
     if problem.max_seqlen_q > 1:
-        changes = [{}, {"prefill_warps": 8}, {"prefill_stages": 3}, {"prefill_tile": 32}]
+        changes = [{}, {"prefill_warps": 8}, {"prefill_stages": 3}, {"prefill_tile": 32}, {"decode_tokens": 128}]
     changes += [{"stages": 2}, {"stages": 4}, {"copy": "async"}, {"copy": "bulk"}]
     made = (CupyConfig.from_dict({**base, **change}) for change in changes)
     return list(dict.fromkeys(made))

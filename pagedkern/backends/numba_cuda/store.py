@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numba import cuda, int64, uint8
+from numba import cuda, int64
 
 from pagedkern.backends.numba_cuda.device import copy_vector, inlined, load_vector, store_vector
 from pagedkern.backends.numba_cuda.dtypes import FORMATS
@@ -118,6 +118,3 @@ def copy_kernels(vector: int, threads: int) -> tuple[Callable[..., None], Callab
                 move(cache, to, cache, src[pair] * block_stride + place, vector)
 
     return gather, scatter
-
-
-__all__ = ["CACHES", "DIMS", "copy_kernels", "uint8", "write_kernel"]

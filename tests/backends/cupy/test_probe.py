@@ -67,7 +67,10 @@ def test_with_a_gpu(real: CupyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_supported(real: CupyBackend) -> None:
     problem = Problem("cuda", "float16", "float16", 8, 8, 64, 64, 5, 1, 1, 1, 64)
     assert real.supports(problem) is None
-    for change in ({"device": "cpu"}, {"head_dim": 264}, {"head_dim_v": 20}, {"q_dtype": "float64"}, {"kv_dtype": "x"}):
+    for change in (
+        {"device": "cpu"}, {"head_dim": 264}, {"head_dim_v": 20}, {"q_dtype": "float64"}, {"kv_dtype": "x"},
+        {"num_kv_heads": 70_000}, {"num_heads": 300_000},
+    ):  # fmt: skip
         fields = {name: getattr(problem, name) for name in Problem.__dataclass_fields__} | change
         reason = real.supports(Problem(**fields))
         assert reason is not None

@@ -70,6 +70,8 @@ class HostLauncher:
         device: torch.device,
     ) -> None:
         assert shared_bytes <= self.shared_limit(device)
+        assert all(0 < size < most for size, most in zip(grid, (2**31, 2**16, 2**16), strict=True)), f"grid: {grid}"
+        assert 0 < block <= 1024, f"blocks of {block} threads"
         run.launch(handle.kernel(), grid, (block, 1, 1), shared_bytes, args, [extent(array) for array in arrays])
 
 
