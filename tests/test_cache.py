@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pagedkern import BlockAllocator, BlockIndexError, InvalidArgument, KVCache
+from pagedkern import BlockAllocator, BlockIndexError, InvalidArgument, InvalidType, KVCache
 
 
 @dataclass
@@ -94,7 +95,7 @@ def test_one_move_reads_before_it_writes() -> None:
         (Plan([("copy", array("q", [0]), array("q", [1, 2]))]), r"1 sources and 2 destinations"),
         (
             Plan([("copy", array("i", [0]), array("i", [1]))]),
-            r"format 'i', 1 dimensions, accepted is a contiguous int64",
+            r"src of a copy move: got a buffer of format 'i', 1 dimensions, accepted is a contiguous buffer of int64",
         ),
         (Plan().add("copy", (0, 1)).add("copy", (2, 4), (3, 4)), "a copy move that names a destination twice"),
         (Plan().add("copy", (0, 1)).add("swap_in", (0, 4), (1, 4)), "a swap_in move that names a destination twice"),
@@ -187,11 +188,11 @@ def test_layers_that_share_a_cache_are_copied_once() -> None:
     ("plan", "words"),
     [
         (None, "plan: got NoneType, accepted is a Step or Plan"),
-        (Plan([("copy", [0], [1])]), "src is a list, accepted is an int64 buffer"),
+        (Plan([("copy", [0], [1])]), "src of a copy move: got list, accepted is a contiguous buffer of int64"),
         (Plan([("copy", torch.tensor([0.5]), torch.tensor([1.0]))]), r"src of a copy move: got dtype torch.float32"),
         (
             Plan([("copy", memoryview(array("q", [0, 1, 2]))[::2], array("q", [1, 2]))]),
-            "strided, accepted is a contiguous",
+            "got a strided buffer, accepted is a contiguous",
         ),
         (Plan([("copy",)]), r"plan: moves: accepted are tuples \(kind, src, dst\)"),  # type: ignore[list-item]
         (Plan(None), "plan: moves: accepted are tuples"),  # type: ignore[arg-type]
@@ -201,6 +202,52 @@ def test_layers_that_share_a_cache_are_copied_once() -> None:
 def test_what_is_no_plan(plan: object, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         make().apply(plan)
+
+
+def handmade(**fields: object) -> SimpleNamespace:
+    """A step that no allocator made."""
+    table = memoryview(array("i", [0, 1])).cast("B").cast("i", (1, 2))
+    step = {"moves": (), "block_table": table, "seq_lens": array("i", [5]), "cu_seqlens_q": array("i", [0, 1])}
+    return SimpleNamespace(**{**step, "max_seqlen_q": 1, "slot_mapping": array("q", [4]), **fields})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("block_table", [[0, 1]], "step: block_table: got list, accepted is a contiguous buffer of int32"),
+        ("block_table", torch.tensor([[0, 1]]), "step: block_table: got Tensor"),
+        ("block_table", array("q", [0, 1]), "step: block_table: got a buffer of format 'q'"),
+        ("block_table", array("f", [0, 1]), "step: block_table: got a buffer of format 'f'"),
+        ("seq_lens", array("i", [5, 5, 5]), "step: block_table: got 2 entries for 3 sequences"),
+        ("seq_lens", array("i"), "step: block_table: got 2 entries for 0 sequences"),
+        ("seq_lens", [5], "step: seq_lens: got list"),
+        ("cu_seqlens_q", None, "step: cu_seqlens_q: got NoneType"),
+        ("slot_mapping", array("i", [4]), "step: slot_mapping: got a buffer of format 'i'.* of int64"),
+        ("slot_mapping", memoryview(array("q", [4, 5, 6]))[::2], "step: slot_mapping: got a strided buffer"),
+    ],
+)
+def test_a_handmade_step_of_other_arrays(field: str, value: object, words: str) -> None:
+    assert make().inputs(handmade()).block_table.tolist() == [[0, 1]]
+    with pytest.raises(InvalidArgument, match=words):
+        make().inputs(handmade(**{field: value}))
+
+
+def test_what_is_no_step() -> None:
+    with pytest.raises(InvalidType, match="step: got NoneType, accepted is a Step or Batch"):
+        make().inputs(None)
+
+
+@pytest.mark.parametrize(
+    "table", [[[0, 1]], torch.tensor([[0, 1]]), array("q", [0, 1])], ids=["list", "tensor", "int64"]
+)
+def test_a_handmade_table_is_checked_before_anything_is_moved(table: object) -> None:
+    cache = make()
+    before = fill(cache)
+    moves = (("copy", array("q", [0]), array("q", [1])), ("swap_in", array("q", [0]), array("q", [2])))
+    with pytest.raises(InvalidArgument, match="plan: block_table: got "):
+        cache.apply(handmade(moves=moves, block_table=table))
+    for old, new in zip(before, [pool for i in range(2) for pool in cache.layer(i)], strict=True):
+        assert torch.equal(new, old)
 
 
 def test_what_is_no_layer() -> None:
