@@ -6,7 +6,7 @@ run     = $(VENV)/bin/python
 stamp   = $(VENV)/.installed
 OLDEST  = head_dims or group_sizes or slot_minus_one or quantized or query_lengths
 
-.PHONY: help tune record test oldest lint types fuzz gpu-check example clean
+.PHONY: help tune record test oldest lint types fuzz gpu-check docs example clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -41,6 +41,9 @@ fuzz: $(stamp) ## the randomised tests, for much longer
 
 gpu-check: $(stamp) ## check and time the GPU backends; without a GPU they are emulated, and not timed
 	$(run) -m tests.emulation pagedkern.gpucheck --out build/gpucheck.json $(ARGS)
+
+docs: $(stamp) ## the site of docs/ in build/site; whatever is not as it should be fails
+	NO_MKDOCS_2_WARNING=1 $(run) -m mkdocs build --strict --quiet
 
 example: $(stamp) ## a small language model writes through the paged cache
 	$(run) examples/generate.py $(ARGS)
