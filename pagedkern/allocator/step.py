@@ -169,7 +169,7 @@ class Step(Plan):
     seq_lens: array[int]  # int32 [S]: tokens in the cache once the step has run
     cu_seqlens_q: array[int]  # int32 [S+1]: row i computes tokens cu[i] .. cu[i+1]-1 of this step
     max_seqlen_q: int  # most tokens that one row computes
-    num_tokens: int  # T
+    num_tokens: int  # T, the new tokens of all rows
     copies: Copies  # blocks to copy first; also in `moves`
     changed_rows: List[int]  # rows of block_table that differ from that of step number `base`
     base: int | None  # None: no earlier table to compare with, all rows are listed

@@ -83,14 +83,14 @@ class Request:
         priority: int,
     ) -> None:
         self.id = ident  # 1, 2, ... in the order of arrival
-        self.prompt = prompt  # int64
+        self.prompt = prompt  # int64, token ids
         self.max_tokens = max_tokens  # of each sample
-        self.eos = eos
-        self.salt = salt
+        self.eos = eos  # tokens that end a sample
+        self.salt = salt  # as in `BlockAllocator.create`
         self.priority = priority  # of its cached blocks, as in `BlockAllocator.create`
-        self.samples = tuple(Sample(self, i) for i in range(n))
+        self.samples = tuple(Sample(self, i) for i in range(n))  # its completions
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # how often it had to make room
         self._stage = Stage.WAITING
         self._prefilling = False  # the first unfinished sample has a sequence that is not computed to its end
 
