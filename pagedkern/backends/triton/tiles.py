@@ -87,20 +87,22 @@ def rescaled(b_s, b_top, b_sum, b_acc):
 
 @triton.jit
 def wild(b_v):
-    """Where V is NaN or infinite, in codes whose sum over up to 256 keys tells what they add up to: `wild_sum`."""
+    """Where V is NaN or infinite, in codes whose sum over less than 2048 keys tells what they add up to: `wild_sum`.
+
+    1 for Inf, 2^-11 for -Inf, 2^11 for NaN: exact in 16 bits. A row sees less than 1024 keys at its edges: there are
+    two, each shorter than a tile of rows and a tile of keys together, of 256 at most.
+    """
     b_wide = b_v.to(tl.float32)
-    b_code = tl.where(
-        b_wide == INF, 1.0, tl.where(b_wide == -INF, 0.001953125, 512.0)
-    )  # 1, 2^-9, 2^9: exact in 16 bits
+    b_code = tl.where(b_wide == INF, 1.0, tl.where(b_wide == -INF, 0.00048828125, 2048.0))
     return tl.where(tl.abs(b_wide) < INF, 0.0, b_code)
 
 
 @triton.jit
 def wild_sum(b_codes):
     """An infinity if all terms were the same, NaN if not, 0 if there was none."""
-    b_count = tl.floor(b_codes)  # of +Inf, and 512 for each NaN
+    b_count = tl.floor(b_codes)  # of Inf, and 2048 for each NaN
     b_sum = tl.where(b_codes > b_count, -INF, 0.0) + tl.where(b_count > 0, INF, 0.0)
-    return tl.where(b_count >= 512, float("nan"), b_sum)
+    return tl.where(b_count >= 2048, float("nan"), b_sum)
 
 
 @triton.jit

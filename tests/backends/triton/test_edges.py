@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.contract.checks import (
     check_no_leak_between_rows,
     check_whole,
 )
-from tests.contract.problems import Spec, contents
+from tests.contract.problems import Spec, build, contents
 from tests.contract.targets import Target
 
 pytestmark = pytest.mark.skipif(not TritonBackend().probe().emulated, reason="needs Triton's interpreter")
@@ -57,3 +58,14 @@ def test_nothing_leaks(config: str) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_alone_and_among_others(config: str) -> None:
     check_batch_invariant(target(config), SPECS[2], contents(SPECS[2])[:1])
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_as_many_infinities_as_edges_can_hold(value: float) -> None:
+    """Rows and keys in the largest tiles, at the worst place: all 600 keys that a row sees lie in tiles at an edge."""
+    spec = Spec(heads=1, kv_heads=1, head_dim=16, q_dtype="bfloat16", seq_lens=(639,), query_lens=(256,), window=600)
+    tokens = contents(spec)
+    tokens[0].v[:] = value
+    config = {"split_queries": 1, "prefill_rows": 256, "prefill_tile": 256}
+    got = Target("triton", "cpu", config, emulated=True).attend(build(spec, tokens))
+    assert (got.out == value).all()
