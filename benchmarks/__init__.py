@@ -1,0 +1,1 @@
+"""What is measured, and beside whom: `make bench`; docs/benchmarks.md says how it is done and what came of it."""

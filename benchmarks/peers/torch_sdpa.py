@@ -1,0 +1,14 @@
+"""torch's attention over contiguous K and V: what there is without a block table. Part of torch."""
+
+from __future__ import annotations
+
+from benchmarks.meter import Meter
+from benchmarks.peers import without
+from benchmarks.timer import Timer
+from pagedkern.gpucheck import peers
+from pagedkern.gpucheck.problems import Problem
+
+
+def attention(problem: Problem, meter: Meter) -> Timer:
+    without(problem, "quantized")
+    return meter.timer(peers.contiguous(problem))
