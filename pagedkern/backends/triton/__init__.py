@@ -50,7 +50,7 @@ class TritonBackend:
         """Everything on a GPU with a head_dim of at most 256."""
         reason = foreign(problem, "cpu" if _emulated() else "cuda")
         if reason is None and max(problem.head_dim, problem.head_dim_v) > 256:
-            return f"head_dim is {problem.head_dim} and {problem.head_dim_v}; this backend goes up to 256"
+            return f"head_dim is {problem.head_dim} of K, {problem.head_dim_v} of V; this backend goes up to 256"
         return reason
 
     def configs(self, problem: Problem) -> Iterable[TritonConfig]:

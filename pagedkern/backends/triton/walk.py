@@ -85,14 +85,14 @@ def attend(
     begin_all = tl.minimum(begin_all, end)
     end_all = tl.maximum(end_all, begin_all)
 
-    n = tl.arange(0, TILE)
+    o_key = tl.arange(0, TILE)
     b_acc = tl.zeros([b_q.shape[0], EP], tl.float32)
     b_top = tl.full([b_q.shape[0]], -INF, tl.float32)
     b_sum = tl.zeros([b_q.shape[0]], tl.float32)
-    i_key = first_key(begin_all, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + n
+    i_key = first_key(begin_all, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + o_key
     i_block = block_ids(p_table, i_key, i_key < high_all, BLOCK_SIZE)
     for i in tl.range(begin_all, end_all, num_stages=STAGES):
-        i_next = first_key(i + 1, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + n
+        i_next = first_key(i + 1, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + o_key
         i_next_block = block_ids(p_table, i_next, i_next < high_all, BLOCK_SIZE)  # a turn ahead: K and V wait for it
         b_s = products(
             b_q, b_q1, p_k, i_block, i_key, None, k_block, k_token, D, BLOCK_SIZE, ALIGN_K, KIND, NATIVE_FP8, PRECISION
@@ -111,7 +111,7 @@ def attend(
     num_wild = 0
     for edge in tl.range(0, num_edges, num_stages=1):
         i = tl.where(edge < before, begin + edge, end_all + edge - before)
-        i_key = first_key(i, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + n
+        i_key = first_key(i, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + o_key
         m_key = (i_key >= low) & (i_key < high)
         i_block = block_ids(p_table, i_key, m_key, BLOCK_SIZE)
         b_s = products(
@@ -135,24 +135,13 @@ def attend(
             b_codes = tl.zeros([b_q.shape[0], EP], tl.float32)
             for edge in tl.range(0, num_edges, num_stages=1):
                 i = tl.where(edge < before, begin + edge, end_all + edge - before)
-                i_key = first_key(i, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + n
+                i_key = first_key(i, first_tile, i_split, TILE, SPLITS, SPAN_TILES) + o_key
                 m_key = (i_key >= low) & (i_key < high)
                 i_block = block_ids(p_table, i_key, m_key, BLOCK_SIZE)
                 b_v = load_tokens(
-                    p_v,
-                    i_block,
-                    i_key,
-                    m_key,
-                    v_block,
-                    v_token,
-                    E,
-                    EP,
-                    BLOCK_SIZE,
-                    ALIGN_V,
-                    KIND,
-                    NATIVE_FP8,
+                    p_v, i_block, i_key, m_key, v_block, v_token, E, EP, BLOCK_SIZE, ALIGN_V, KIND, NATIVE_FP8,
                     b_q.dtype,
-                )
+                )  # fmt: skip
                 m_seen = visible(i_key[None, :] - b_position[:, None], m_key, window, CAUSAL, RAGGED)
                 b_codes = tl.dot(m_seen.to(b_q.dtype), wild(b_v).to(b_q.dtype), b_codes, input_precision=PRECISION)
             b_acc += wild_sum(b_codes)
