@@ -154,3 +154,17 @@ class Prints(Tunable):
     def attention(self, call: AttentionCall, config: Config) -> None:
         os.write(1, b"a kernel that prints\n")
         super().attention(call, config)
+
+
+class NoWindow(Tunable):
+    """Looks at every token, whatever the window."""
+
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        call.sliding_window = None
+        super().attention(call, config)
+
+
+class NoSoftcap(Tunable):
+    def attention(self, call: AttentionCall, config: Config) -> None:
+        call.softcap = None
+        super().attention(call, config)

@@ -99,6 +99,7 @@ def test_a_run_from_the_shell_is_stored_and_used(home: Path) -> None:
 def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--json", "--seed", "3"]) == 0
     document = json.loads(capsys.readouterr().out)
+    assert document["format"] == 1
     assert [p["workload"]["kind"] for p in document["problems"]] == ["decode", "prefill"]
     for problem in document["problems"]:
         assert problem["best"]["block_size"] in (8, 16)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pagedkern.autotune import store, workloads
-from pagedkern.autotune.cli import COMMANDS, main
+from pagedkern.autotune.cli import COMMANDS, main, options
 from pagedkern.autotune.profile import distil
 from pagedkern.autotune.records import load
 from pagedkern.autotune.store import files
@@ -49,6 +49,24 @@ def test_every_command_has_a_help_that_fits(command: str, capsys: pytest.Capture
     assert "usage: python -m pagedkern.autotune" in text
     assert max(map(len, text.splitlines())) <= 80
     assert len(text.splitlines()) > 8
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--dry-run", "--device", "cpu"], ["show"], ["explain", "--memory", "8GB", "--device", "cpu"], ["workloads"],
+        ["replay", "--workload", "chat", "--memory", "8GB"],
+    ],
+    ids=lambda arguments: arguments[0],
+)  # fmt: skip
+def test_what_programs_read_says_its_format(
+    arguments: list[str], recorded_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = [recorded_file] if arguments[0] == "replay" else []
+    assert main([*arguments, *file, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["format"] == options.FORMAT
+    assert len(document) > 1
 
 
 def test_replay_shows_the_regret(recorded_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,8 +146,8 @@ def test_the_model_that_is_asked_for(recorded_file: str, tmp_path: Path, capsys:
     (example,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "mine.toml").write_text(example.replace('name = "mine"', 'name = "mine"\nmodel = "llama-3-70b"'))
     plan = ["--dry-run", "--json", "--device", "cpu", "--seqs", "1", "--context", "64", "--block-sizes", "16"]
-    for options, heads in ([], 64), (["--model", "smollm2-135m"], 9):
-        assert main([*plan, "--workload", str(tmp_path / "mine.toml"), *options]) == 0
+    for named, heads in ([], 64), (["--model", "smollm2-135m"], 9):
+        assert main([*plan, "--workload", str(tmp_path / "mine.toml"), *named]) == 0
         assert json.loads(capsys.readouterr().out)["problems"][0]["workload"]["num_heads"] == heads
     small = "heads=4,kv_heads=2,head_dim=64,layers=2,dtype=float32,weight_bytes=1e6,kv_dtype=int8"
     assert main([*plan, "--model", small]) == 0

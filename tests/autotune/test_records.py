@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 from functools import lru_cache
@@ -317,40 +316,3 @@ def test_the_search_is_as_good_on_the_records_of_real_machines(path: Path, name:
 def test_every_machine_with_records_has_a_profile() -> None:
     sources = {path.stem for path in (ROOT / "autotune" / "records").glob("*.jsonl")}
     assert sources == {path.stem for path in SHIPPED}
-
-
-def test_two_runs_that_write_at_once_do_not_mix(recorded: Recorded, tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text("of an earlier run\n")
-    runs = [begun(recorded), begun(recorded), begun(recorded, 2)]
-    with Journal(path, runs[0]) as first, Journal(path, runs[1]) as second:
-        assert first.path == path != second.path
-        runs[0].logs[0].read(1e9)
-        runs[1].logs[0].read(2e9)
-    assert (load(path).logs[0].reads, load(second.path).logs[0].reads) == ([1e9], [2e9])
-    with Journal(path, runs[2]) as third:
-        assert third.path == path
-        runs[2].logs[1].read(3e9)
-    assert [log.reads for log in load(path).logs] == [[], [3e9]]
-    assert {p.name for p in tmp_path.iterdir()} == {path.name, second.path.name}
-
-
-def test_a_full_disk_costs_the_records_not_the_run(
-    recorded: Recorded, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("no /dev/full on this system")
-    known, runner = begun(recorded), Replayed(recorded.spaces[0], recorded.logs[0])
-    (log,) = known.logs
-    with pytest.raises(OSError, match="No space left"), Journal(Path("/dev/full"), known):
-        pass
-    path = tmp_path / "run.jsonl"
-    with Journal(path, known) as journal:
-        full = os.open("/dev/full", os.O_WRONLY)
-        os.dup2(full, journal._file.fileno())  # as if the disk were full from now on
-        os.close(full)
-        search(recorded.spaces[0], runner, log, 5.0, clock=runner.clock)
-    assert len(log.finals) >= 5
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "no more records are written" in caplog.text
-    assert load(path).spaces == recorded.spaces[:1]

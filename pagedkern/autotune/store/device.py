@@ -29,6 +29,7 @@ FEATURES = {  # of a processor, that decide which instructions kernels are compi
     "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_fp16", "amx_bf16",
     "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2",
 }  # fmt: skip
+CPUINFO, NVIDIA = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/version")
 GUESSED_CACHE = 64 << 20  # bytes, where the system does not tell
 
 
@@ -88,7 +89,7 @@ def driver(device: str) -> str:
 
     runtime = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     try:
-        text = Path("/proc/driver/nvidia/version").read_text()
+        text = NVIDIA.read_text()
     except OSError:
         return runtime
     found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
@@ -246,7 +247,7 @@ def _processor() -> tuple[str, str]:
     """The model as the kernel names it, with the numbers that tell apart what is sold under one name, all kinds of its
     cores; and those of `FEATURES` that it has, which a hypervisor may hide."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = CPUINFO.read_text()
     except OSError:
         return _processor_elsewhere(), ""
     names, features = [], set(FEATURES)
