@@ -15,7 +15,8 @@ OTHERS = (ROOT / "tests/contract/README.md", ROOT / "autotune/README.md", ROOT /
 
 
 def links(page: Path) -> list[str]:
-    return re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", page.read_text()))
+    text = CODE.sub("", page.read_text())
+    return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
