@@ -294,3 +294,17 @@ def test_a_profile_that_ships_for_this_very_machine(
     assert "shipped" in text
     assert "Nothing of this machine is stored" in text
     assert max(len(line) for line in text.splitlines() if "/" not in line) <= 80
+
+
+@pytest.mark.parametrize(
+    ("minute", "running", "expected"),
+    [(7.0, "1/90", 0.0), (7.0, "4/90", 3.0), (0.5, "9/90", 0.5), (2.04, None, 2.0), (2.04, "x", 2.0)],
+)
+def test_a_load_that_has_ended_is_none(
+    minute: float, running: str | None, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device.os, "getloadavg", lambda: (minute, 9.0, 9.0))
+    monkeypatch.setattr(device, "LOADAVG", tmp_path / "loadavg")
+    if running is not None:
+        (tmp_path / "loadavg").write_text(f"{minute} 9.0 9.0 {running} 123\n")
+    assert device.load() == expected

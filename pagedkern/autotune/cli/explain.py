@@ -84,9 +84,12 @@ def _show(found: Recommendation, kernels: Kernels, traffic: str, of: Model) -> N
         show_terms(out, found.scores)
     say(f"Take block size {found.block_size}: {found.num_blocks:,} blocks.", "bold")
     say(f"Tier {found.tier}: {found.reason}.")
+    said: dict[str, list[str]] = {}  # what is equal is said once
     for problem, choice in kernels:
-        layers = "" if len(of.windows) == 1 else f" with window {w:,}" if (w := problem.sliding_window) else " without"
-        say(f"{problem.kind.capitalize()}{layers}: {choice}.")
+        layers = "" if len(of.windows) == 1 else f" (window {w:,})" if (w := problem.sliding_window) else " (no window)"
+        said.setdefault(str(choice), []).append(f"{problem.kind}{layers}")
+    for text, names in said.items():
+        say(f"{', '.join(names).capitalize()}: {text}.")
 
 
 def _kernel(workload: Workload, block_size: int) -> Choice | str:

@@ -28,6 +28,7 @@ def run(argv: Sequence[str]) -> int:
     options.add_json(parser.add_argument)
     given = parser.parse_args(argv)
     from pagedkern.autotune.replay import regret, replay
+    from pagedkern.autotune.report.formats import digits
 
     recorded = options.records(given.file)
     searched = replay(recorded, given.budget, given.seed)
@@ -57,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
             table.add_row(name, "-", "-", "-", "-")
         else:
             sizes = [str(score.block_size) for score in (found.chosen, found.optimum)]
-            table.add_row(name, *sizes, f"{found.chosen.tokens_per_second:,.1f}", f"{found.share:.2%}")
+            table.add_row(name, *sizes, digits(found.chosen.tokens_per_second), f"{found.share:.2%}")
     Console().print(table)
     return 0
 

@@ -32,7 +32,8 @@ def draw(recorded: Recorded, scores: Sequence[Score], title: str) -> Figure:
              "axes.labelcolor": INK, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
              "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}  # fmt: skip
     with rc_context(style):
-        figure = Figure(figsize=(13, 7.6), layout="constrained")
+        figure = Figure(figsize=(13, 7.8), layout="constrained")
+        figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)  # type: ignore[union-attr,call-arg]
         figure.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
         axes = figure.subplots(2, 3)
         decode = next((i for i, s in enumerate(recorded.spaces) if s.workload.kind == "decode"), None)
@@ -110,7 +111,8 @@ def _pareto(axis: Axes, scores: Sequence[Score]) -> None:
     axis.set_title("Pareto front: throughput and latency", loc="left")
     if not scores:
         return _empty(axis, "nothing fits the memory")
-    points = [(s.tokens_per_second, 1e3 * s.step_seconds, s) for s in scores]
+    unit, factor = ("s", 1.0) if scores[0].step_seconds >= 1 else ("ms", 1e3)
+    points = [(s.tokens_per_second, factor * s.step_seconds, s) for s in scores]
     front = [p for p in points if not any(q[0] >= p[0] and q[1] <= p[1] and q[:2] != p[:2] for q in points)]
     front.sort(key=lambda p: p[0])
     axis.plot([p[0] for p in front], [p[1] for p in front], color=FAINT, linewidth=2, zorder=1)
@@ -120,7 +122,7 @@ def _pareto(axis: Axes, scores: Sequence[Score]) -> None:
         axis.scatter([x], [y], color=colour, s=36, zorder=2)
         axis.annotate(str(s.block_size), (x, y), textcoords="offset points", xytext=(5, 5), fontsize=8)
     axis.set_xlabel("output tokens per second (more is better)")
-    axis.set_ylabel("time of a step (ms, less is better)")
+    axis.set_ylabel(f"time of a step ({unit}, less is better)")
     axis.margins(0.12)
     return None
 
@@ -191,12 +193,13 @@ def _lengths(axis: Axes, space: Space, log: Log, colours: dict[str, str]) -> Non
 
 
 def _timed(space: Space, log: Log) -> dict[str, dict[int, tuple[Candidate, float]]]:
-    """For each backend and block size its fastest candidate and the median time; those of the finals, else what there
-    is."""
+    """For each backend and block size its fastest candidate and the median time: of those in the finals, and without
+    finals of all that have a time."""
     found: dict[str, dict[int, tuple[Candidate, float]]] = {}
+    finalists = {c for times in log.finals for c in times} or set(space.candidates)
     for name in dict.fromkeys(c.backend for c in space.candidates):
         for block_size in space.block_sizes:
-            own = [c for c in space.candidates if c.backend == name and c.block_size == block_size]
+            own = [c for c in space.candidates if c in finalists and (c.backend, c.block_size) == (name, block_size)]
             if (fastest := log.fastest(own)) is not None:
                 found.setdefault(name, {})[block_size] = fastest, log.seconds(fastest) or 0.0
     return found

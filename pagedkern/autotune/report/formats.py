@@ -11,5 +11,8 @@ def time_text(seconds: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three of them."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    """Three of them, or more before the point."""
+    for least, places in ((100, 0), (10, 1), (1, 2)):
+        if value >= least:
+            return f"{value:,.{places}f}"
+    return f"{value:.3g}"

@@ -8,11 +8,13 @@ from pathlib import Path
 from statistics import median
 
 from pagedkern.autotune.decision import decide
+from pagedkern.autotune.log import Log
 from pagedkern.autotune.objective import Score, best, score
-from pagedkern.autotune.profile import rates_of
+from pagedkern.autotune.profile import Shape, rates_of
 from pagedkern.autotune.records import Recorded
 from pagedkern.autotune.report import charts
 from pagedkern.autotune.report.formats import digits, time_text
+from pagedkern.autotune.space import Space
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.workloads import Model, Traffic
 
@@ -22,6 +24,7 @@ h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.1em; margin-top: 2e
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
 td, th { padding: .25em .9em; text-align: right; border-bottom: 1px solid #e9e9e7; font-weight: normal; }
 th { color: #787774; } td:first-child, th:first-child { text-align: left; padding-left: 0; }
+.kernels td:nth-child(2), .kernels th:nth-child(2) { text-align: left; }
 tr.best td { font-weight: bold; color: #b35309; } svg { width: 100%; height: auto; } p { max-width: 46em; }
 """
 
@@ -55,16 +58,27 @@ def _page(
         f"<p class=faint>{escape(machine.describe(recorded.device))}, measured {escape(recorded.when[:10])}.<br>"
         f"{escape(traffic.name)}: {escape(str(traffic))}. {escape(traffic.source)}"
         f"{' (' + escape(traffic.licence) + ')' if traffic.licence else ''}.<br>"
-        f"{escape(str(model))}; {memory / 1e9:.1f} GB of cache.</p>",
+        f"{escape(str(model))}; {memory / 1e9:.1f} GB of cache.{escape(_other_shape(recorded, model))}</p>",
         picture,
         "<h2>What each block size comes to</h2>",
         _table(
-            ("block size", "sequences", "waste", "step", "of that attention", "request", "cached tokens", "tokens/s"),
-            [(_score_cells(s), s == chosen) for s in scores],
+            (
+                "block size",
+                "sequences",
+                "waste",
+                "step",
+                "attention",
+                "request",
+                "cached tokens",
+                "tokens/s",
+                "of best",
+            ),
+            [(_score_cells(s, chosen), s == chosen) for s in scores],
         ),
         "<p>A larger block wastes more memory and shares less of a prefix, a smaller one may be slower to read. "
         "<i>sequences</i> fit the memory; <i>waste</i> is the share of their slots that hold no token; a <i>step</i> "
-        "computes one token for each; a <i>request</i> costs its prompt, copies and swaps.</p>",
+        "computes one token for each, <i>attention</i> in it; a <i>request</i> costs its prompt, copies and swaps, "
+        "but for <i>cached</i> tokens.</p>",
     ]
     for space, log in zip(recorded.spaces, recorded.logs, strict=True):
         verdict = decide(space, log)
@@ -80,7 +94,8 @@ def _page(
         parts += [
             f"<h2>{escape(space.workload.kind.capitalize())}: the kernels chosen</h2>",
             f"<p class=faint>{escape(str(space.workload))}; {len(log.finals)} rounds.{read}</p>",
-            _table(("block size", "backend and configuration", "time", unit, "against untuned"), rows),
+            _table(("block size", "backend and configuration", "time", unit, "against untuned"), rows, "kernels"),
+            *_left_out(space, log),
         ]
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
@@ -88,14 +103,30 @@ def _page(
     )
 
 
-def _score_cells(s: Score) -> tuple[str, ...]:
+def _other_shape(recorded: Recorded, model: Model) -> str:
+    shape = Shape.of_problems([space.workload for space in recorded.spaces]) if recorded.spaces else Shape.of(model)
+    return "" if shape == Shape.of(model) else f" The rates are of another shape, {shape.name()}."
+
+
+def _score_cells(s: Score, chosen: Score | None) -> tuple[str, ...]:
     times = (time_text(t) for t in (s.step_seconds, s.attention_seconds, s.request_seconds))
     head = (str(s.block_size), digits(s.concurrency), f"{s.waste:.1%}")
-    return (*head, *times, f"{s.cached_tokens:,.0f}", digits(s.tokens_per_second))
+    share = f"{s.tokens_per_second / chosen.tokens_per_second:.2%}" if chosen else ""
+    return (*head, *times, f"{s.cached_tokens:,.0f}", digits(s.tokens_per_second), share)
 
 
-def _table(head: Iterable[str], rows: Iterable[tuple[Sequence[str], bool]]) -> str:
-    lines = ["<div class=wide><table><tr>", *(f"<th>{escape(name)}</th>" for name in head), "</tr>"]
+def _left_out(space: Space, log: Log) -> list[str]:
+    """A line on the backends of which nothing reached the finals."""
+    raced = {c.backend for times in log.finals for c in times}
+    why = {c.backend: reason for c, reason in reversed(log.left_out.items()) if c.backend not in raced}
+    text = "; ".join(
+        f"{name}: {why[name]}" for name in dict.fromkeys(c.backend for c in space.candidates) if name in why
+    )
+    return [f"<p class=faint>Not in the finals: {escape(text)}.</p>"] if text else []
+
+
+def _table(head: Iterable[str], rows: Iterable[tuple[Sequence[str], bool]], kind: str = "scores") -> str:
+    lines = [f"<div class='wide {kind}'><table><tr>", *(f"<th>{escape(name)}</th>" for name in head), "</tr>"]
     for cells, marked in rows:
         lines.append("<tr class=best>" if marked else "<tr>")
         lines += [f"<td>{escape(cell)}</td>" for cell in cells]

@@ -65,8 +65,9 @@ def show_stored(console: Console, stored: list[Stored]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("problem", "choice", "speed", "when", "state"):
-        table.add_column(name, justify="right" if name == "speed" else "left", overflow="fold")
-    for entry in stored:
+        width = 33 if name == "problem" else 10 if name == "when" else None  # the choice is what is folded first
+        table.add_column(name, justify="right" if name == "speed" else "left", overflow="fold", min_width=width)
+    for entry in sorted(stored, key=lambda e: (e.path.parent, e.path.name.partition("-b")[0], e.key.block_size)):
         key = entry.key
         fields = ", ".join(f"{name}={value}" for name, value in entry.tuned.config.items())
         problem, choice = key.filename().removesuffix(".json"), f"{entry.backend}({fields})"
