@@ -23,6 +23,7 @@ svg.pk .small { font-size: 13px; fill: var(--dim); }
 svg.pk .strong { font-weight: 600; }
 svg.pk .code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 svg.pk .mid { text-anchor: middle; }
+svg.pk .end { text-anchor: end; }
 svg.pk .down { writing-mode: vertical-rl; text-anchor: middle; }
 svg.pk .hot { fill: var(--hot); }
 svg.pk path, svg.pk rect { stroke: var(--line); stroke-width: 1.2; fill: none; }
@@ -46,7 +47,7 @@ class Canvas:
         self._items: list[str] = []
 
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
-        """Words on the line y; `kind`: of small, strong, code, hot, mid, down."""
+        """Words on the line y; `kind`: of small, strong, code, hot, mid, end, down."""
         attribute = f' class="{kind}"' if kind else ""
         self._items.append(f'<text x="{x:g}" y="{y:g}"{attribute}>{escape(words)}</text>')
 

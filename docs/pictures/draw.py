@@ -217,6 +217,60 @@ def loop() -> Canvas:
     return c
 
 
+def life() -> Canvas:
+    """The states of a block."""
+    c = Canvas("life", 300, "A block is blank, owned or idle: what a call makes of it")
+    c.box(196, 30, 128, 48, "a")
+    c.text(260, 51, "owned", "mid strong")
+    c.text(260, 69, "by one or more", "mid small")
+    c.box(16, 200, 128, 48, EMPTY)
+    c.text(80, 221, "blank", "mid strong")
+    c.text(80, 239, "free", "mid small")
+    c.box(376, 200, 128, 48, "both")
+    c.text(440, 221, "idle", "mid strong")
+    c.text(440, 239, "free, still cached", "mid small")
+    c.arrow((66, 198), (206, 81), bend=-18)
+    c.text(16, 118, "create, append", "small")
+    c.arrow((238, 81), (104, 198), bend=-10)
+    c.text(162, 166, "free,", "small")
+    c.text(162, 183, "not cached", "small")
+    c.arrow((314, 81), (454, 198), bend=-18)
+    c.text(416, 102, "free, cached:", "small")
+    c.text(416, 119, "its last owner", "small")
+    c.arrow((416, 198), (282, 81), bend=-10, kind="warm")
+    c.text(258, 166, "create finds", "small hot")
+    c.text(258, 183, "its prefix", "small hot")
+    c.arrow((374, 232), (147, 232))
+    c.text(260, 252, "evicted: none is blank,", "small mid")
+    c.text(260, 269, "this is the oldest", "small mid")
+    return c
+
+
+def requests() -> Canvas:
+    """The states of a request."""
+    c = Canvas(
+        "requests", 270, "A request waits, runs and finishes; when blocks are lacking, who came last is preempted"
+    )
+    for x, name, kind in ((16, "waiting", "hole"), (200, "running", "a"), (384, "finished", "c")):
+        c.box(x, 40, 120, 44, kind, name, "strong")
+    c.arrow((138, 62), (197, 62))
+    c.arrow((322, 62), (381, 62))
+    c.text(16, 24, "add", "code")
+    c.text(16, 106, "admitted when there are blocks", "small")
+    c.text(16, 123, "for its prompt, the watermark", "small")
+    c.text(16, 140, "kept; nobody overtakes", "small")
+    c.box(200, 196, 120, 44, "b", "preempted", "strong")
+    c.arrow((248, 87), (248, 193))
+    c.arrow((274, 193), (274, 87), kind="warm")
+    c.text(240, 166, "blocks are lacking for those", "small end")
+    c.text(240, 183, "before it, it came last", "small end")
+    c.text(284, 126, "there is room again: before", "small hot")
+    c.text(284, 143, "anybody is admitted", "small hot")
+    c.text(332, 214, "swapped out, or dropped", "small")
+    c.text(332, 231, "and computed again", "small")
+    return c
+
+
 LAYERS = (  # name, what it is for, colour, left, width, row, rows
     ("gpucheck", "one report on a GPU", "c", 16, 300, 0, 1),
     ("autotune", "measures, chooses, reports", "c", 16, 300, 1, 1),
@@ -244,7 +298,7 @@ def layers() -> Canvas:
     return c
 
 
-PICTURES = (block_table, reserved, prefix, fork, swap, fence, loop, layers)
+PICTURES = (block_table, reserved, prefix, fork, swap, fence, life, requests, loop, layers)
 
 
 def main() -> None:
