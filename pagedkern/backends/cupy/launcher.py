@@ -74,7 +74,7 @@ class CupyLauncher:
         self._lock = Lock()
 
     def probe(self) -> Probe:
-        if find_spec("torch") is None:
+        if not _is_installed("torch"):
             return Probe(False, "no module named 'torch': pip install 'pagedkern[cuda12]', or [cuda13]")
         import torch
 
@@ -85,7 +85,7 @@ class CupyLauncher:
             missing.append("torch finds no CUDA device" if torch.version.cuda else without)
         elif torch.cuda.get_device_capability()[0] < 8:
             missing.append(f"{torch.cuda.get_device_name()} is older than compute capability 8.0")
-        if find_spec("cupy") is None:
+        if not _is_installed("cupy"):
             missing.append(f"no module named 'cupy': pip install 'pagedkern[{extra}]'")
         if missing:
             return Probe(False, "; ".join(missing))
@@ -140,6 +140,13 @@ class CupyLauncher:
             driver.launchKernel(
                 kernel.ptr, *grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
             )  # fmt: skip
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ImportError:  # of a finder that keeps it away
+        return False
 
 
 @cache

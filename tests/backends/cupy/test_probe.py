@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -53,6 +56,31 @@ def test_without_cupy(real: CupyBackend, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_torch(real: CupyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "torch")
     assert "pip install 'pagedkern[cuda12]'" in real.probe().reason
+
+
+CODE = """
+import sys
+class Guard:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Guard())
+import pagedkern
+[found] = [info for info in pagedkern.backends() if info.name == "cupy"]
+print(found.available, found.emulated, "cupy" in sys.modules, found.reason)
+"""
+
+
+@pytest.mark.parametrize("package", ["torch", "cupy"])
+def test_a_missing_package_is_named_with_the_command(package: str) -> None:
+    """In an interpreter of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "PAGEDKERN_CUPY_LAUNCHER"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, package], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("False False False")
+    assert f"no module named {package!r}: pip install 'pagedkern[cuda1" in done.stdout
 
 
 def test_with_a_gpu(real: CupyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
