@@ -43,7 +43,7 @@ gpu-check: $(stamp) ## check and time the GPU backends; without a GPU they are e
 	$(run) -m tests.emulation pagedkern.gpucheck --out build/gpucheck.json $(ARGS)
 
 docs: $(stamp) ## the site of docs/ in build/site; whatever is not as it should be fails
-	NO_MKDOCS_2_WARNING=1 $(run) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(run) -m mkdocs build --strict
 
 bench: $(stamp) ## time everything beside whoever else is installed; ARGS="--size full" and more: docs/benchmarks.md
 	mkdir -p build

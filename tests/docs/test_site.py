@@ -71,3 +71,6 @@ def test_the_configuration_asks_for_no_font_and_for_a_strict_build() -> None:
     assert "font: false" in text
     assert "strict: true" in text
     assert "\nrepo_url" not in text  # the theme would ask that host for figures
+    assert "--quiet" not in (ROOT / "Makefile").read_text().partition("mkdocs build")[2].partition("\n")[0], (
+        "warnings that are not logged do not fail a strict build"
+    )

@@ -23,7 +23,7 @@ class GenerationResult:
     each as long as the longest prompt and `max_new_tokens`, as `transformers.StaticCache` does.
     """
 
-    completions: list[list[Completion]]  # [prompt][sample]
+    completions: list[list[Completion]]  # `[prompt][sample]`
     prompt_tokens: int  # of all prompts; each is computed once for all of its samples, but for preemptions
     new_tokens: int  # of all samples
     prefill_seconds: float  # forward passes that computed prompts, or computed tokens again
@@ -51,10 +51,10 @@ class GenerationResult:
 
     @property
     def tokens(self) -> list[list[list[int]]]:
-        """The new token ids: [prompt][sample][token]."""
+        """The new token ids: `[prompt][sample][token]`."""
         return [[completion.tokens for completion in samples] for samples in self.completions]
 
     @property
     def texts(self) -> list[list[str]]:
-        """The new text: [prompt][sample]. Empty strings without a tokenizer."""
+        """The new text: `[prompt][sample]`. Empty strings without a tokenizer."""
         return [[completion.text or "" for completion in samples] for samples in self.completions]
