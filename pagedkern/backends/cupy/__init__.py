@@ -57,7 +57,7 @@ class CupyBackend:
         return CupyConfig.from_dict(fields)
 
     def attention(self, call: AttentionCall, config: Config) -> None:
-        """Compute section 4 into `call.out` and `call.lse`."""
+        """Compute what `paged_attention` documents into `call.out` and `call.lse`."""
         _launch().attention(call, CupyConfig.expect(config))
 
     def write_kv(self, call: WriteCall) -> None:

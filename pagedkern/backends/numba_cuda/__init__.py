@@ -79,7 +79,7 @@ class NumbaCudaBackend:
         return NumbaCudaConfig.from_dict(fields)
 
     def attention(self, call: AttentionCall, config: Config) -> None:
-        """Compute section 4 into `call.out` and `call.lse`."""
+        """Compute what `paged_attention` documents into `call.out` and `call.lse`."""
         _launch().attention(call, NumbaCudaConfig.expect(config))
 
     def write_kv(self, call: WriteCall) -> None:
