@@ -45,7 +45,7 @@ def on_page_content(html: str, *, config: Any, **_: Any) -> str:
     def inline(match: re.Match[str]) -> str:
         svg = (Path(config.docs_dir) / "pictures" / f"{match[1]}.svg").read_text()
         svg = DARK.sub(r"[data-md-color-scheme=slate] \1", svg).strip()
-        return f'<span class="picture">{svg}</span>'
+        return f'<span class="picture" data-search-exclude>{svg}</span>'
 
     return PICTURE.sub(inline, html)
 

@@ -41,7 +41,7 @@ def test_links_out_of_the_docs_lead_to_the_repository(hooks: ModuleType, tmp_pat
 
 def test_drawings_stand_in_the_page_and_follow_its_switch(hooks: ModuleType, tmp_path: Path) -> None:
     made = hooks.on_page_content('<p><img alt="x" src="../pictures/loop.svg" /></p>', config=config(tmp_path))
-    assert made.startswith('<p><span class="picture"><svg ')
+    assert made.startswith('<p><span class="picture" data-search-exclude><svg ')
     assert "[data-md-color-scheme=slate] svg.pk {" in made
     assert "prefers-color-scheme" not in made
 
