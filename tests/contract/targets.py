@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -122,18 +122,17 @@ def targets() -> list[Any]:
         if not info.available:
             found.append(pytest.param(Target(info.name), marks=pytest.mark.skip(reason=info.reason), id=info.name))
             continue
-        for device in _devices(info.name, info.emulated):
+        for device in _devices(info.name):
             config = EMULATED_CONFIG.get(info.name) if info.emulated else None
             found.append(pytest.param(Target(info.name, device, config, info.emulated), id=f"{info.name}-{device}"))
     return found
 
 
-def _devices(name: str, emulated: bool) -> list[str]:
-    if name == "cpu" or emulated:
-        return ["cpu"]
-    if name == "reference":
-        return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    return ["cuda"]
+def _devices(name: str) -> list[str]:
+    """Those of this machine on which the backend computes something."""
+    here = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    small = Problem("cpu", "float32", "float32", 2, 1, 16, 16, 16, 1, 1, 1, 16)
+    return [device for device in here if load(name).supports(replace(small, device=device)) is None]
 
 
 @contextmanager
