@@ -3,7 +3,8 @@
  * `stages` deep; each warp keeps a running softmax (arXiv:1805.02867) of its rows over its keys, and the warps that
  * share rows join theirs at the end. What a row's result depends on is its sequence and the instance, nothing else.
  *
- * Grid: x: decode [S * row_tiles], prefill [a bound of the row tiles of all sequences]; y: KV heads; z: splits.
+ * Grid: x: decode [sequences of the launch * row_tiles], prefill [a bound of the row tiles of all sequences]; y: KV heads;
+ * z: splits.
  * Shared memory: mbarriers, q, stages, weights; at the end the warps' sums take the place of all but the
  * barriers. See instance.py. */
 #include "fma.cuh"
@@ -54,7 +55,8 @@ INLINE bool find_work(const pagedkern_batch &batch, const pagedkern_attention_pa
   const int rows = i.rows * i.row_warps;
   work.kv_head = blockIdx.y;
   work.group = (int)(batch.num_heads / batch.num_kv_heads);
-  work.sequence = i.prefill ? find_sequence(batch, blockIdx.x, work.group, rows) : blockIdx.x / plan.row_tiles;
+  work.sequence = i.prefill ? find_sequence(batch, blockIdx.x, work.group, rows)
+                            : plan.first_sequence + blockIdx.x / plan.row_tiles;
   if (work.sequence >= batch.num_seqs) return false;
   work.seq_len = batch.seq_lens[work.sequence];
   work.q_start = batch.cu_seqlens_q ? batch.cu_seqlens_q[work.sequence] : work.sequence;
@@ -226,7 +228,7 @@ INLINE void write_results(const pagedkern_batch &batch, const pagedkern_attentio
       const int packed = work.first_row + row;
       if (packed >= work.num_rows) break;
       const int token = work.token(packed), head = work.head(packed);
-      const long long query = (long long)work.sequence * plan.partial_tokens + token;
+      const long long query = (long long)(work.sequence - plan.first_sequence) * plan.partial_tokens + token;
       const long long partial = (query * batch.num_heads + head) * plan.splits + blockIdx.z;
       if (!step) {
         join_row(batch, params, plan, i, work, sums, row, partial);

@@ -59,10 +59,11 @@ struct AttentionPlan {
   pagedkern_i32 row_tiles;      /* decode: tiles of rows for each sequence */
   pagedkern_i32 decode_tokens;  /* a sequence of at most this many query tokens is served by the decode kernel */
   pagedkern_i32 partial_tokens; /* query tokens of one sequence that the partial results have room for */
+  pagedkern_i32 first_sequence; /* decode: the first that the launch serves; its partial results come first */
   pagedkern_i32 k_unit;         /* COPY_PLAIN: bytes to which every row of K is aligned: 1, 2, 4, 8 or 16 */
   pagedkern_i32 v_unit;         /* the same of V */
-  float *partial_out;           /* [S, partial_tokens, H, P, E] sum of exp(s - m) * v over the keys of a split */
-  float *partial_state;         /* [S, partial_tokens, H, P, 2] m (the largest score) and sum of exp(s - m) */
+  float *partial_out;           /* [.., partial_tokens, H, P, E] sum of exp(s - m) * v over the keys of a split */
+  float *partial_state;         /* [.., partial_tokens, H, P, 2] m (the largest score) and sum of exp(s - m) */
 };
 
 /* The new tokens that write_kv stores; where they go stands in the batch. */

@@ -33,7 +33,7 @@ class AttentionPlan(ctypes.Structure):
     _fields_: ClassVar = [
         ("instance", InstanceStruct),
         *((name, ctypes.c_int32) for name in ("splits", "row_tiles", "decode_tokens", "partial_tokens")),
-        *((name, ctypes.c_int32) for name in ("k_unit", "v_unit")),
+        *((name, ctypes.c_int32) for name in ("first_sequence", "k_unit", "v_unit")),
         ("partial_out", ctypes.c_void_p),
         ("partial_state", ctypes.c_void_p),
     ]

@@ -32,13 +32,14 @@ from pagedkern.errors import InvalidArgument, Unsupported
 NAMES = {getattr(torch, name): name for name in DTYPE_CODES}
 BATCH_BYTES, PARAMS_BYTES = ctypes.sizeof(BatchStruct), ctypes.sizeof(AttentionParamsStruct)
 COLUMN, COPY_SHARED = 4096, 48 << 10  # bytes: widest column of copy_blocks, and shared memory that it takes by choice
+PARTIAL_BYTES = 128 << 20  # of partial results, after which the next sequences are another launch
 
 
 # ---- Attention ----
 
 
 def attention(call: AttentionCall, config: CupyConfig) -> None:
-    """A decode launch, a merge if keys are split, and a prefill launch if some sequence may have that many queries."""
+    """Decode, a merge if keys are split, and prefill if some sequence may have that many queries."""
     run, heads, kv_heads = current_launcher(), call.q.shape[1], call.k_cache.shape[2]
     model = Model(
         NAMES[call.q.dtype], NAMES[call.k_cache.dtype], heads // kv_heads, call.q.shape[2], call.v_cache.shape[3],
@@ -62,23 +63,39 @@ def attention(call: AttentionCall, config: CupyConfig) -> None:
         k_unit=k_unit,
         v_unit=v_unit,
     )
-    if splits > 1:
-        parts = (num_seqs, tokens, heads, splits)
-        partial = call.q.new_empty((*parts, model.head_dim_v), dtype=torch.float32)
-        state = call.q.new_empty((*parts, 2), dtype=torch.float32)
-        plan.partial_out, plan.partial_state = partial.data_ptr(), state.data_ptr()
-        arrays += (partial, state)
-    grid = (max(1, num_seqs * plan.row_tiles), kv_heads, splits)
-    _attend(run, decode, grid, batch, params, plan, arrays, call.q.device)
-    if splits > 1 and num_seqs:
-        kernel = run.kernel("merge.cu", "merge", {}, call.q.device)
-        grid = (num_seqs * tokens, -(-heads // 4), 1)
-        run.launch(kernel, grid, 128, 0, (batch, params, plan), arrays, call.q.device)
+    _decode(run, decode, batch, params, plan, arrays, call.q)
     if call.max_seqlen_q > config.decode_tokens and num_seqs:
         prefill = configuration.instance(model, config, copy, True)
         plan.splits = 1
         tiles = -(-len(call.q) * model.group // prefill.block_rows) + num_seqs
         _attend(run, prefill, (tiles, kv_heads, 1), batch, params, plan, arrays, call.q.device)
+
+
+def _decode(
+    run: Launcher,
+    instance: Instance,
+    batch: BatchStruct,
+    params: AttentionParamsStruct,
+    plan: AttentionPlan,
+    arrays: tuple[Tensor, ...],
+    q: Tensor,
+) -> None:
+    """As many sequences at a time as have room for the partial results of their splits, which are then merged."""
+    at_once, rows = max(1, batch.num_seqs), plan.partial_tokens * batch.num_heads * plan.splits  # of one sequence
+    if plan.splits > 1:
+        at_once = max(1, min(at_once, PARTIAL_BYTES // (4 * rows * (batch.head_dim_v + 2))))
+        partial = q.new_empty((at_once * rows, batch.head_dim_v), dtype=torch.float32)
+        state = q.new_empty((at_once * rows, 2), dtype=torch.float32)
+        plan.partial_out, plan.partial_state = partial.data_ptr(), state.data_ptr()
+        arrays += (partial, state)
+    for first in range(0, max(1, batch.num_seqs), at_once):
+        plan.first_sequence, count = first, min(at_once, batch.num_seqs - first)
+        grid = (max(1, count * plan.row_tiles), batch.num_kv_heads, plan.splits)
+        _attend(run, instance, grid, batch, params, plan, arrays, q.device)
+        if plan.splits > 1 and count:
+            kernel = run.kernel("merge.cu", "merge", {}, q.device)
+            grid = (count * plan.partial_tokens, -(-batch.num_heads // 4), 1)
+            run.launch(kernel, grid, 128, 0, (batch, params, plan), arrays, q.device)
 
 
 def _attend(

@@ -1,11 +1,13 @@
 /* Joins the partial results of a sequence's splits, in the order of the splits.
  *
- * Grid: x: [S * partial_tokens] query tokens of sequences that decode; y: [ceil(H / 4)] heads, one warp each. */
+ * Grid: x: [sequences of the launch * partial_tokens] query tokens of sequences that decode; y: [ceil(H / 4)] heads, one
+ * warp each. */
 #include "softmax.cuh"
 
 extern "C" __global__ void merge(const pagedkern_batch batch, const pagedkern_attention_params params,
                                  const AttentionPlan plan) {
-  const int sequence = blockIdx.x / plan.partial_tokens, token = blockIdx.x % plan.partial_tokens;
+  const int sequence = plan.first_sequence + blockIdx.x / plan.partial_tokens;
+  const int token = blockIdx.x % plan.partial_tokens;
   const int head = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = batch.cu_seqlens_q ? batch.cu_seqlens_q[sequence] : sequence;
   const int q_len = batch.cu_seqlens_q ? batch.cu_seqlens_q[sequence + 1] - row : 1;
@@ -13,7 +15,7 @@ extern "C" __global__ void merge(const pagedkern_batch batch, const pagedkern_at
 
   const long long spans = ((long long)batch.seq_lens[sequence] + plan.instance.span - 1) / plan.instance.span;
   const int splits = spans < plan.splits ? (int)spans : plan.splits; /* the others hold nothing, not even zeros */
-  const long long first = (((long long)sequence * plan.partial_tokens + token) * batch.num_heads + head) * plan.splits;
+  const long long first = ((long long)blockIdx.x * batch.num_heads + head) * plan.splits;
   const float *state = plan.partial_state + first * 2;              /* [splits, 2] */
   const float *part = plan.partial_out + first * batch.head_dim_v;  /* [splits, E] */
 

@@ -103,6 +103,32 @@ def test_specialised_kernels_give_the_same_bits(name: str, specialised: None) ->
         assert_same(got, target().attend(call), f"generic: {spec}")
 
 
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_sequences_in_several_launches(sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many at a time as the partial results have room for: the same bits."""
+    run, shapes = current_launcher(), []
+    real = run.launch
+
+    def counted(kernel: Any, grid: Any, *rest: Any) -> None:
+        shapes.append(grid)
+        real(kernel, grid, *rest)
+
+    monkeypatch.setattr(run, "launch", counted)
+    for query_lens in (None, (2, 1, 0, 9, 1), (0, 0, 0, 0, 0)):
+        spec = Spec(seq_lens=(150, 0, 40, 300, 7), query_lens=query_lens, spare_rows=2 * (query_lens is not None))
+        call = build(spec, device=DEVICE)
+        want = target().attend(call)
+        tokens = 1 if query_lens is None else CONFIG["decode_tokens"]
+        with monkeypatch.context() as patch:
+            room = sequences * tokens * spec.heads * CONFIG["num_splits"] * (spec.dim_v + 2) * 4
+            patch.setattr(launch, "PARTIAL_BYTES", room)
+            shapes.clear()
+            assert_same(target().attend(call), want, f"{sequences} at a time: {spec}")
+        merges = [grid[0] for grid in shapes if grid[2] == 1 and grid[1] == 1]
+        parts = [sequences] * (5 // sequences) + [1] * (5 % sequences)
+        assert merges == [tokens * n for n in parts]
+
+
 @pytest.mark.parametrize(
     ("tile", "warps", "group"), [(16, 1, 1), (32, 4, 1), (64, 2, 20), (128, 4, 3), (256, 8, 33), (64, 8, 8)]
 )
