@@ -150,7 +150,7 @@ def run(model: Any, tokenizer: Any, options: argparse.Namespace, console: Any) -
     size = options.block_size
     with console.status("Warming up"):  # a backend may compile its kernels on first use
         generate(model, [[1, 2]], max_new_tokens=2, block_size=size, backend=options.backend)
-    prompts = options.prompt or list(PROMPTS)
+    prompts: list[str] = options.prompt or list(PROMPTS)
     number = f"{len(prompts)} prompts" if len(prompts) > 1 else "1 prompt"
     show(console, f"{number}, one batch, greedy", prompts, write(prompts))
     prompt = options.prompt[-1] if options.prompt else SAMPLED

@@ -30,6 +30,9 @@ _HOMES = {  # module: the public names that live there
     "pagedkern.ops": ("Choice", "copy_blocks", "explain", "merge_states", "paged_attention", "write_kv"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
+_INSTALL = "pip install 'pagedkern[cpu]', for a GPU " + " or ".join(
+    f"pip install 'pagedkern[{extra}]'" for extra in ("cuda12", "cuda13", "triton")
+)
 _SUBMODULES = (
     "abi",
     "allocator",
@@ -72,21 +75,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name in _SUBMODULES:  # `backends` is also a public function: the module is callable
-        return import_module(f"{__name__}.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'pagedkern' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
 if TYPE_CHECKING:
+    from pagedkern import abi, allocator, autotune, cache, errors, gpucheck, integrations, ops, scheduler  # noqa: F401
     from pagedkern.allocator import BlockAllocator, Sequence, Step, Verdict
     from pagedkern.autotune.recommend import Recommendation, recommend
     from pagedkern.backends import BackendInfo, backends
@@ -103,3 +93,21 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from pagedkern.ops import Choice, copy_blocks, explain, merge_states, paged_attention, write_kv
+else:  # a type checker is shown the names themselves, so that it knows which there are not
+
+    def __getattr__(name: str) -> object:
+        if name in _SUBMODULES:  # `backends` is also a public function: the module is callable
+            return import_module(f"{__name__}.{name}")
+        if name not in _HOME:
+            raise AttributeError(f"module 'pagedkern' has no attribute {name!r}")
+        try:
+            value = getattr(import_module(_HOME[name]), name)
+        except ModuleNotFoundError as error:
+            message = f"pagedkern.{name}: {error}: {_INSTALL}"
+            raise ModuleNotFoundError(message, name=error.name, path=error.path) from error
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

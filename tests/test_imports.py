@@ -17,10 +17,14 @@ OPTIONAL = ("numpy", "torch", "triton", "cupy", "numba", "transformers", "rich",
 ALLOWED: dict[str, set[str]] = {
     "__init__": {
         "errors",
+        "abi",
         "allocator",
+        "scheduler",
         "autotune",
         "backends",
         "cache",
+        "gpucheck",
+        "integrations",
         "ops",
     },  # for static types; at run time on first use only
     "errors": set(),

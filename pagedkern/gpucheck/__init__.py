@@ -4,3 +4,11 @@ Needs nothing but the library and runs without a network. Each part is tried by 
 result, and the rest is still reported. On a machine without a GPU the emulated backends are checked on small shapes,
 and no speed is measured.
 """
+
+from importlib.util import find_spec
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        "pagedkern.gpucheck: No module named 'torch': pip install 'pagedkern[cuda12]', or [cuda13], or [triton]",
+        name="torch",
+    )

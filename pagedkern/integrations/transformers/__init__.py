@@ -18,10 +18,13 @@ and windows that differ between layers included. What is out of scope raises `Un
 
 from __future__ import annotations
 
-from pagedkern.integrations.transformers.attention import NAME, register
-from pagedkern.integrations.transformers.generation import generate
-from pagedkern.integrations.transformers.paged_cache import PagedCache
-from pagedkern.integrations.transformers.result import Completion, GenerationResult
+try:
+    from pagedkern.integrations.transformers.attention import NAME, register
+    from pagedkern.integrations.transformers.generation import generate
+    from pagedkern.integrations.transformers.paged_cache import PagedCache
+    from pagedkern.integrations.transformers.result import Completion, GenerationResult
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"{error}: pip install 'pagedkern[transformers]'", name=error.name) from error
 
 __all__ = ["NAME", "Completion", "GenerationResult", "PagedCache", "generate", "register"]
 
