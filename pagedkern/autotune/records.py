@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from glob import escape
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -60,6 +61,8 @@ class Journal:
     def __init__(self, path: Path, recorded: Recorded) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, owner = _claim(path)
+        for left in self.path.parent.glob(f".{escape(self.path.name)}.*"):  # by a run that was killed
+            left.unlink(missing_ok=True)
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         if self.path.exists() and not self.path.is_file():  # a pipe or a device: written to as it is
             self._file, aside = owner, self.path

@@ -77,6 +77,7 @@ def test_a_run_killed_while_it_takes_up_a_journal_loses_nothing(recorded: Record
         assert take_up(found, recorded.spaces, recorded.code) is not None
         with Journal(path, found) as journal:  # whose lock the dead one does not hold
             assert journal.path == path
+        assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

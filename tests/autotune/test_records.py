@@ -307,8 +307,8 @@ def test_a_shipped_profile_is_distilled_from_its_records(path: Path) -> None:
 @pytest.mark.parametrize("name", workloads.names())
 def test_the_search_is_as_good_on_the_records_of_real_machines(path: Path, name: str) -> None:
     real = load(ROOT / "autotune" / "records" / f"{path.stem}.jsonl")
-    smol = workloads.model("smollm2-135m")
-    found = regret(replay(real), workloads.load(name), smol, 8 * workloads.load(name).limit * smol.token_bytes)
+    assert Shape.of_problems([space.workload for space in real.spaces]) == Shape.of(LLAMA)
+    found = regret(replay(real), workloads.load(name), LLAMA, 8 * workloads.load(name).limit * LLAMA.token_bytes)
     assert found is not None
     assert found.share <= 0.03, found
 
