@@ -18,6 +18,8 @@ import filelock
 import pytest
 
 from pagedkern.autotune import store
+from pagedkern.autotune.cli import options
+from pagedkern.autotune.recommend import known, recommend
 from pagedkern.autotune.store import files, lookup, save
 from tests.autotune.test_store import DECODE, TUNED, path_of
 
@@ -58,6 +60,23 @@ def test_a_read_only_store_is_read_and_not_written(monkeypatch: pytest.MonkeyPat
             assert lookup(DECODE) is None
         for p in folders:
             p.chmod(0o755)
+
+
+def test_a_cache_directory_that_cannot_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("PAGEDKERN_CACHE_DIR", folder)
+        save(DECODE, {"reference": TUNED})
+        Path(folder).chmod(0)
+        with unprivileged():
+            store.reload()
+            assert lookup(DECODE) is None
+            assert list(store.contents()) == []
+            assert known() == []
+            assert options.last_records() is None
+            assert recommend("chat", "8GB").tier == "default"
+        Path(folder).chmod(0o755)
+        store.reload()
+        assert lookup(DECODE) is not None
 
 
 def test_a_cache_directory_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

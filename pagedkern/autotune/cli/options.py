@@ -117,7 +117,7 @@ def cache_memory(of: workloads.Model, device: str) -> int:
 def last_records() -> Path | None:
     """The records of the last run on this machine."""
     folder = files.runs()
-    found = sorted(folder.glob("*.jsonl"), key=lambda p: p.stat().st_mtime) if folder else []
+    found = sorted(files.found(folder, "*.jsonl"), key=lambda p: p.stat().st_mtime) if folder else []
     return found[-1] if found else None
 
 

@@ -201,7 +201,7 @@ def contents() -> Iterator[Stored]:
     home = files.directory()
     if home is None:
         return
-    for path in sorted(home.glob("tuned/*/*.json")):
+    for path in files.found(home, "tuned/*/*.json"):
         try:
             document = files.load(path, FORMAT)
             key, device = Key(**document["problem"]), document["device"]

@@ -73,6 +73,14 @@ def load(path: Path, form: int) -> dict[str, Any]:
     return document
 
 
+def found(folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder that match, sorted; none where it cannot be entered."""
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:
+        return []
+
+
 def replace(path: Path, document: Mapping[str, object]) -> None:
     """Put a file in place in one step. The caller holds the lock, so any temporary file found is a dead writer's."""
     for left in path.parent.glob(f".{path.name}.*"):

@@ -79,7 +79,7 @@ def others() -> Iterator[tuple[Path, dict[str, Any]]]:
 def contents() -> Iterator[tuple[str, Path, dict[str, Any]]]:
     """Every profile, with where it is from: "measured", "imported" or "shipped"."""
     home = files.directory()
-    places = [("measured", place) for place in sorted(home.glob("rates/*"))] if home else []
+    places = [("measured", place) for place in files.found(home, "rates/*")] if home else []
     places += [("imported", home / "profiles")] if home else []
     for origin, place in [*places, ("shipped", SHIPPED)]:
         yield from ((origin, path, document) for path, document in _read(place))
@@ -95,7 +95,7 @@ def folder(home: Path, device: Mapping[str, str | int]) -> Path:
 
 
 def _read(place: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for path in sorted(place.glob("*.json")):
+    for path in files.found(place, "*.json"):
         if (document := _load(path)) is not None:
             yield path, document
 
