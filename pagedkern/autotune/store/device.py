@@ -86,7 +86,7 @@ def _gpu(ordinal: int) -> Mapping[str, str | int]:
 def driver(device: str) -> str:
     """The version of what runs a device, for the record: a GPU's driver, the kernel of the system for a CPU."""
     if device != "cuda":
-        return f"{platform.system()} {platform.release()}"
+        return f"{platform.system()} {platform.release().partition('-')[0]}"  # without what a distribution adds
     import torch
 
     runtime = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
