@@ -112,7 +112,8 @@ def find(model: Model, device: str, ordinal: int | None = None) -> tuple[Profile
     known = [p for _, document in stored.others() if (p := _parse(document)) and machine.likeness(identity, p.device)]
     alike = min(known, key=lambda p: (-machine.likeness(identity, p.device), p.shape.distance(shape)), default=None)
     if alike is not None:
-        where = f"{machine.describe(alike.device)}{_busy(alike)}{'' if fresh(alike.code) else ' with other kernels or libraries'}"
+        other = "" if fresh(alike.code) else " with other kernels or libraries"
+        where = f"{machine.describe(alike.device)}{_busy(alike)}{other}"
         return alike, "tuned-nearest", f"not tuned here: measured on {where}, {alike.when[:10]}, {alike.measured}"
     return (
         None,
