@@ -20,6 +20,8 @@ from torch.nn import functional as F
 from pagedkern import KVCache, Step, paged_attention, write_kv
 from pagedkern.scheduler import Batch
 
+torch.set_num_threads(1)  # for so small a model several would only wait for each other
+
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 2, 16
 WIDTH = HEADS * HEAD_DIM
 SYLLABLES = [consonant + vowel for consonant in "bdfghjklmnprstvz" for vowel in "aeiou"]

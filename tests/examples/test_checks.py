@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 import pagedkern
 from pagedkern.cache import KVCache
@@ -26,9 +27,11 @@ def run_here(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, [])])
+    threads = torch.get_num_threads()
     try:
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     finally:
+        torch.set_num_threads(threads)
         for module in (SHARED, "engine"):
             sys.modules.pop(module, None)
 
