@@ -16,6 +16,7 @@ import pagedkern
 from pagedkern import _choice as choices
 from pagedkern.autotune import workloads
 from pagedkern.backends import _LOCATIONS, load, probe
+from tests.contract import test_extremes
 from tests.contract.checks import check_exact
 from tests.contract.problems import Spec, build
 from tests.contract.targets import Target
@@ -67,6 +68,11 @@ def _forget() -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_backend_of_the_page_keeps_the_contract(loops: Target, name: str) -> None:
     CHECKS[name](loops)
+
+
+def test_it_computes_scores_of_any_size(loops: Target) -> None:
+    """What the page warns of: the logarithm of a sum is lost beside a score of 1e33."""
+    test_extremes.test_scores_below_every_sentinel(loops)
 
 
 def test_it_is_listed_chosen_and_configured_like_any_other(loops: Target) -> None:
