@@ -26,6 +26,7 @@ from pagedkern.autotune.store import device
 from pagedkern.autotune.store import profiles as stored
 from pagedkern.autotune.tune import Order, Run, serve, tune
 from pagedkern.autotune.workloads import Model, Quantiles, Traffic, causal_pairs, model
+from pagedkern.backends.base import ITEMSIZE
 from tests.autotune.recordings import recording
 from tests.autotune.test_search import Simulated
 
@@ -158,6 +159,21 @@ def test_who_passes_over_a_window_or_a_softcap_is_found_out(
     found = Bench(space, 0).check(next(c for c in space.candidates if c.backend == "candidate"))
     assert (found is not None) == wrong
     assert found is None or "hostile" in found
+
+
+@pytest.mark.parametrize("kv_dtype", ITEMSIZE)
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_window_in_every_dtype(kind: int, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN, or the largest number, stands behind the window: who looks there is found out, who does not is right."""
+    monkeypatch.setattr(device, "last_level_cache", lambda _: 1 << 14)
+    of = replace(SMALL, window_layers=42, kv_dtype=kv_dtype)
+    space = candidates(problems_of(of, "cpu", num_seqs=2, context=53, prompt=21)[kind], [8], ["reference"])
+    bench = Bench(space, 0)
+    assert bench.check(next(c for c in space.candidates if c.backend == "reference")) is None
+    hostile = bench._hostile_at(8)
+    longest = hostile.lengths.index(max(hostile.lengths))
+    first = hostile.k_cache[hostile.table[longest, 0], 0].to(torch.float32)
+    assert (first.isnan() | (first == 127)).all()
 
 
 def test_a_window_longer_than_the_context_is_checked_with_a_short_one(
