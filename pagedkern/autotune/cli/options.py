@@ -51,10 +51,10 @@ def add_serving(add: Add, several: bool = False) -> None:
         )
     else:
         add("--workload", type=workload, default="chat", metavar="NAME", help=f"{what} (default chat)")
-    shape = "heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9"
+    shape = "heads=32, kv_heads=8, head_dim=128, layers=32, dtype=bfloat16, weight_bytes=16e9 joined by commas alone"
     known = ", ".join(workloads.model_names())
     change = "one with changes as llama-3-8b,dtype=float32"
-    add("--model", type=model, metavar="NAME", help=f"{known}, {change}, or a shape as {shape} (default llama-3-8b)")
+    add("--model", type=model, metavar="NAME", help=f"{known}, {change}, or a shape: {shape} (default llama-3-8b)")
     add("--memory", type=memory, metavar="BYTES", help="of the KV cache, such as 24GB (default: by what is free)")
 
 

@@ -53,7 +53,7 @@ examples:
   python -m pagedkern.autotune
   python -m pagedkern.autotune --model smollm2-135m --memory 4GB
   python -m pagedkern.autotune --workload my_requests.csv
-  python -m pagedkern.autotune --dtype bfloat16 --context 8000 --budget 5m
+  python -m pagedkern.autotune --dtype float32 --context 8000 --budget 5m
   python -m pagedkern.autotune --block-sizes 16,32 --json > tuned.json
   python -m pagedkern.autotune --dry-run
   python -m pagedkern.autotune --resume
@@ -232,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=options.count, metavar="N", help="query heads")
     add("--kv-heads", type=options.count, metavar="N", help="KV heads, a divisor of the query heads")
     add("--head-dim", type=options.count, metavar="N")
-    add("--dtype", choices=FLOATS, help="of activations")
+    add("--dtype", choices=FLOATS, help="of activations and, without --kv-dtype, of the cache")
     add("--kv-dtype", choices=tuple(ITEMSIZE), metavar="DTYPE", help="of the cache (default as --dtype)")
     add = parser.add_argument_group("the batch (default: sized for the device)").add_argument
     add("--seqs", type=options.count, metavar="N", help="sequences in a batch")

@@ -46,13 +46,19 @@ def run(argv: Sequence[str]) -> int:
         )
         return 0
     from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
 
     out = Console()
+
+    def say(line: str) -> None:
+        out.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
+
     for preset in presets:
         out.print(preset.name, style="bold", highlight=False)
         for line in (preset.about, f"{preset}.", f"{preset.source} ({preset.licence})."):
-            out.print(f"  {line}", highlight=False, markup=False)
+            say(line)
     out.print("\nModels", style="bold", highlight=False)
     for model in models:
-        out.print(f"  {model}", highlight=False, markup=False)
+        say(str(model))
     return 0
