@@ -1,6 +1,7 @@
 """The CPU backend side by side with vLLM's CPU kernel and torch's attention on a contiguous cache.
 
     python benchmarks/cpu_attention.py [--vllm-python PATH] [--only decode,quantized,prefill,blocks] [--rounds 9]
+                                       [--shapes 0,1,2,3] [--dtypes float32,bfloat16,float16]
 
 Everything that is compared takes turns in the same run, one call each, and medians of wall-clock times are quoted, so
 that what disturbs one disturbs all. "read" is a plain read of 256 MiB by as many threads: the speed of the memory at
@@ -172,18 +173,22 @@ def vllm(python: str | None, shape: Shape, dtype: torch.dtype) -> Iterator[Timer
         peer.stdin.close()
 
 
+PAUSE = 0.02  # seconds before each call: threads of OpenMP, torch's and the peer's, spin on their core after a call
+
+
 def in_turn(timers: dict[str, Timer], rounds: int) -> dict[str, float]:
     """The median time of each, taken in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
+            time.sleep(PAUSE)
             seconds[name].append(timer())
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def compare_decode(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for dtype in DTYPES:
-        for name, shape in DECODE.items():
+    for dtype in args.dtypes:
+        for name, shape in args.shapes.items():
             with vllm(args.vllm_python, shape, dtype) as peer:
                 timers = {"ours": timed(paged(shape, dtype)[0]), "read": reader()}
                 if peer:
@@ -208,7 +213,7 @@ def compare_decode(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def compare_quantized(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tokens per second of quantized caches against bfloat16."""
-    for name in list(DECODE)[:2]:
+    for name in [name for name in list(DECODE)[:2] if name in args.shapes]:
         timers = {str(dtype)[6:]: timed(paged(DECODE[name], dtype)[0]) for dtype in (torch.bfloat16, *QUANTIZED)}
         median = in_turn(timers, args.rounds)
         for dtype in QUANTIZED:
@@ -218,7 +223,7 @@ def compare_quantized(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def compare_prefill(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for dtype in DTYPES:
+    for dtype in args.dtypes:
         for heads, kv_heads, dim in ((8, 2, 128), (8, 8, 64)):
             ours, torchs = prefill(dtype, 2048, heads, kv_heads, dim)
             median = in_turn({"ours": ours, "sdpa": torchs}, args.rounds)
@@ -230,7 +235,7 @@ def compare_prefill(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def compare_blocks(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Block sizes and placement against 256 tokens a block, one after the other."""
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in [dtype for dtype in args.dtypes if dtype != torch.float16]:
         shape = DECODE["1 x 32768, GQA 4"]
         timers = {
             f"block {size}{'' if shuffled else ' in order'}":
@@ -255,7 +260,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true", help="one record a line")
+    parser.add_argument("--shapes", default="0,1,2,3", help=f"which of {', '.join(DECODE)}")
+    parser.add_argument("--dtypes", default=",".join(str(dtype)[6:] for dtype in DTYPES))
     args = parser.parse_args()
+    args.shapes = {name: DECODE[name] for name in (list(DECODE)[int(i)] for i in args.shapes.split(","))}
+    args.dtypes = [getattr(torch, name) for name in args.dtypes.split(",")]
     torch.set_num_threads(args.threads)
     for what in args.only.split(","):
         for record in COMPARISONS[what](args):

@@ -1,8 +1,8 @@
 """The CPU backend: paged attention compiled by Numba for the processor at hand.
 
 `jit` compiles, `simd` and `memory` emit vectors and raw accesses, `convert` knows the dtypes, `micro` holds the inner
-loops, `plan` cuts a call into work, `kernels` does it, `pool` shares it among threads, `store` writes and copies,
-`launch` goes from tensors to all of that.
+loops, `plan` cuts a call into work, `kernels` does it in the memory that `scratch` lays out, `finish` turns sums into
+results, `pool` shares the work among threads, `store` writes and copies, `launch` goes from tensors to all of that.
 """
 
 from __future__ import annotations

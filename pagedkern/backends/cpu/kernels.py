@@ -1,24 +1,22 @@
 """Attention over the block table: what one thread does with the items of work that it draws.
 
-Layout of a thread's scratch memory: `Scratch`. All sums are float32, in an order fixed by the sequence alone.
+Layout of a thread's scratch memory: `scratch`. All sums are float32, in an order fixed by the sequence alone.
 """
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
-from pagedkern.backends.cpu.convert import narrow_row, reorder_row, widen_row
+from pagedkern.backends.cpu.convert import reorder_row, widen_row
+from pagedkern.backends.cpu.finish import finish_group, merge_spans, save_span
 from pagedkern.backends.cpu.jit import TargetValue, inlined, kernel
 from pagedkern.backends.cpu.memory import clear, copy, fetch_add, get_f32, get_i32, get_i64, put_f32, put_i64
 from pagedkern.backends.cpu.micro import (
     TILE,
     accumulate,
     add_special,
-    axpy_row,
     pack_row,
     prefetch_rows,
     scores,
+    shift_names,
     softcap_row,
     softmax_row,
 )
@@ -29,12 +27,11 @@ from pagedkern.backends.cpu.plan import (
     G_COUNT,
     G_DONE,
     G_HEAD,
+    G_HEADS,
     G_LENGTH,
-    G_PARTIAL,
     G_POSITION,
     G_SEQ,
     G_SPANS,
-    G_TOKEN,
     GROUP_SIZE,
     I_GROUP,
     I_INDEX,
@@ -44,41 +41,10 @@ from pagedkern.backends.cpu.plan import (
     seen_from,
     seen_to,
 )
+from pagedkern.backends.cpu.scratch import NAMES, NOTHING, P_ROW, S_ROW, Work, count_rows, find_row
 
-S_ROW = 4 * TILE  # bytes of one row of scores
-P_ROW = 2 * TILE  # bytes of one row of weights as bfloat16
-NAMES = 16 * TILE  # bytes of the addresses of one tile
-HEAD = 64  # bytes before O in a row of partial results: maximum and sum
-NOTHING = float("-inf")
-
-
-class Work(NamedTuple):
-    """The plan of a call, the memory of its threads, and where what lies in the scratch of one: offsets in bytes."""
-
-    groups: int
-    items: int
-    n_items: int
-    counters: int
-    partials: int
-    scratch: int
-    scratch_size: int  # bytes for each thread
-    chunk: int  # elements of one chunk of a cache row
-    lanes: int  # elements of one vector
-    item: int  # bytes of one element of a cache
-    pairs: int  # whether pairs of bfloat16 are multiplied: `TargetKey.dot`
-    q_row: int  # bytes of a row of Q, whole chunks
-    o_row: int  # bytes of a row of O, whole chunks
-    lines: int  # cache lines of a cache row
-    at_o: int  # float32 [rows, padded E]
-    at_s: int  # float32 [rows, TILE]
-    at_p: int  # bfloat16 [rows, TILE]: weights
-    at_m: int  # float32 [rows]: running maximum
-    at_l: int  # float32 [rows]: running sum
-    at_alpha: int  # float32 [rows]: factor for what was summed before this tile
-    at_names: int  # int64 [2, 2, TILE]: for this tile and the next, address of each token's K, then of its V
-    at_packed: int  # int64 [TILE]: address of each token's packed V
-    at_zero: int  # a cache row of zeros
-    at_pack: int  # float32 [TILE, padded E]
+SLICE = 16  # tokens of a tile whose values are summed at a time
+FEW_ROWS = 8  # up to so many
 
 
 @kernel
@@ -93,17 +59,17 @@ def attend(c: Args, w: Work, target: TargetValue) -> None:
         prefetch_rows(4, names + 8 * t, w.lines)
     while item and good and not get_i64(w.counters + C_BAD):
         group, following = w.groups + get_i64(item + I_GROUP) * GROUP_SIZE, _draw(w)
-        tiles = _span(c, w, item, following, names, ahead, own, target)
-        good = tiles >= 0
-        if tiles % 2:
+        steps = _span(c, w, item, following, names, ahead, own, target)
+        good = steps >= 0
+        if steps % 2:
             names, ahead = ahead, names
         spans = get_i64(group + G_SPANS)
         if spans > 1:
-            _save(c, w, group, get_i64(item + I_INDEX), own)
+            save_span(c, w, group, get_i64(item + I_INDEX), own)
         if good and (spans == 1 or fetch_add(group + G_DONE, 1) == spans - 1):
             if spans > 1:
-                _merge(c, w, group, own, target)
-            _finish(c, w, group, own, target)
+                merge_spans(c, w, group, own, target)
+            finish_group(c, w, group, own, target)
         item = following
     if not good:
         put_i64(w.counters + C_BAD, 1)
@@ -133,43 +99,50 @@ def _name_first_tile(c: Args, w: Work, item: int, names: int, own: int) -> bool:
         return True
     group = w.groups + get_i64(item + I_GROUP) * GROUP_SIZE
     lo, hi = _range(c, group, get_i64(item + I_SPAN))
-    return _name_tokens(c, w, group, lo // TILE * TILE, lo, max(lo, hi), names, own)
+    return _name_tokens(c, w, group, 0, lo // TILE * TILE, lo, max(lo, hi), names, own)
 
 
 @inlined
 def _span(c: Args, w: Work, item: int, following: int, names: int, ahead: int, own: int, target: TargetValue) -> int:
-    """Fill O, maximum and sum of a group's rows from one span of keys; returns the tiles taken, -1 at a wrong block id.
+    """Fill O, maximum and sum of a group's rows from one span of keys; returns the steps taken, -1 at a wrong block id.
 
-    `names` holds those of the item's first tile. They change places with `ahead` after each tile; in the end the first
-    tile of the following item is named, and on its way.
+    A step is one KV head of one tile. `names` holds the tokens of the item's first step. They change places with
+    `ahead` after each step; in the end the first step of the following item is named, and on its way.
     """
     group = w.groups + get_i64(item + I_GROUP) * GROUP_SIZE
-    rows = get_i64(group + G_COUNT) * (c.heads // c.kv_heads)
-    clear(own + w.at_o, rows * w.o_row)
-    for r in range(rows):
+    heads, rows = get_i64(group + G_HEADS), count_rows(c, group)
+    clear(own + w.at_o, heads * rows * w.o_row)
+    for r in range(heads * rows):
         put_f32(own + w.at_m + 4 * r, NOTHING)
         put_f32(own + w.at_l + 4 * r, 0.0)
     lo, hi = _range(c, group, get_i64(item + I_SPAN))
     if hi <= lo:
         return 0 if _name_first_tile(c, w, following, names, own) else -1
     _load_queries(c, w, group, own, target)
-    tiles = 0
+    steps = 0
     for j in range(lo // TILE * TILE, hi, TILE):
-        if j + TILE < hi:
-            good = _name_tokens(c, w, group, j + TILE, j + TILE, hi, ahead, own)
-        else:
-            good = _name_first_tile(c, w, following, ahead, own)
-        if not good:
-            return -1
-        _scores(c, w, rows, names, ahead, own, target)
-        _weights(c, w, group, j, own, target)
-        if _rows_agree(c, group, j):
-            _sum_values(c, w, rows, names, ahead, own, target)
-        else:
-            _sum_packed_values(c, w, group, j, names, own, target)
-        names, ahead = ahead, names
-        tiles += 1
-    return tiles
+        for head in range(heads):
+            if head + 1 < heads:
+                if lo <= j and j + TILE <= hi:
+                    good = True
+                    shift_names(names, ahead, c.k_head, c.v_head)
+                else:
+                    good = _name_tokens(c, w, group, head + 1, j, max(lo, j), hi, ahead, own)
+            elif j + TILE < hi:
+                good = _name_tokens(c, w, group, 0, j + TILE, j + TILE, hi, ahead, own)
+            else:
+                good = _name_first_tile(c, w, following, ahead, own)
+            if not good:
+                return -1
+            _scores(c, w, rows, head, names, ahead, own, target)
+            _weights(c, w, group, head, j, own, target)
+            if _rows_agree(c, group, j):
+                _sum_values(c, w, rows, head, names + 8 * TILE, ahead, own, target)
+            else:
+                _sum_packed_values(c, w, group, head, j, names + 8 * TILE, own, target)
+            names, ahead = ahead, names
+            steps += 1
+    return steps
 
 
 @inlined
@@ -183,12 +156,11 @@ def _rows_agree(c: Args, group: int, j: int) -> bool:
 
 @inlined
 def _load_queries(c: Args, w: Work, group: int, own: int, target: TargetValue) -> None:
-    """Q of a group as `scores` wants it: row = token * (heads of a KV head) + head."""
-    per_kv = c.heads // c.kv_heads
-    rows = get_i64(group + G_COUNT) * per_kv
+    """Q of a group as `scores` wants it."""
+    rows = get_i64(group + G_HEADS) * count_rows(c, group)
     clear(own, rows * w.q_row)
     for r in range(rows):
-        token, head = get_i64(group + G_TOKEN) + r // per_kv, get_i64(group + G_HEAD) * per_kv + r % per_kv
+        token, head = find_row(c, group, r)
         src, dst = c.q + token * c.q_token + head * c.q_head, own + r * w.q_row
         if w.pairs:
             copy(dst, src, 2 * c.d)
@@ -203,10 +175,10 @@ def _load_queries(c: Args, w: Work, group: int, own: int, target: TargetValue) -
 
 
 @inlined
-def _name_tokens(c: Args, w: Work, group: int, j: int, lo: int, hi: int, names: int, own: int) -> bool:
+def _name_tokens(c: Args, w: Work, group: int, head: int, j: int, lo: int, hi: int, names: int, own: int) -> bool:
     """Addresses of K, then of V, of the tokens j..j+TILE-1, outside [lo, hi) of zeros; False at a wrong block id."""
     table = c.table + get_i64(group + G_SEQ) * c.table_row
-    head = get_i64(group + G_HEAD)
+    head += get_i64(group + G_HEAD)
     keys, values = names - 8 * j, names + 8 * (TILE - j)
     _name_zeros(w, keys, values, j, min(lo, j + TILE), own)
     t, stop = lo, min(hi, j + TILE)
@@ -232,33 +204,34 @@ def _name_zeros(w: Work, keys: int, values: int, first: int, last: int, own: int
 
 
 @inlined
-def _scores(c: Args, w: Work, rows: int, names: int, ahead: int, own: int, target: TargetValue) -> None:
-    """S = Q K', and meanwhile the first half of the next tile is prefetched."""
+def _scores(c: Args, w: Work, rows: int, head: int, keys: int, ahead: int, own: int, target: TargetValue) -> None:
+    """S = Q K', and meanwhile the first half of the next step is prefetched."""
+    queries = own + head * rows * w.q_row
     for t in range(0, TILE, 4):
         prefetch_rows(2, ahead + 4 * t, w.lines)
-        keys, s = names + 8 * t, own + w.at_s + 4 * t
+        at, s = keys + 8 * t, own + w.at_s + 4 * t
         r = 0
         while r + 4 <= rows:
-            scores(target, 4, 4, own + r * w.q_row, w.q_row, keys, c.d, s + r * S_ROW, S_ROW)
+            scores(target, 4, 4, queries + r * w.q_row, w.q_row, at, c.d, s + r * S_ROW, S_ROW)
             r += 4
-        q, s = own + r * w.q_row, s + r * S_ROW
+        q, s = queries + r * w.q_row, s + r * S_ROW
         if rows - r == 3:
-            scores(target, 3, 4, q, w.q_row, keys, c.d, s, S_ROW)
+            scores(target, 3, 4, q, w.q_row, at, c.d, s, S_ROW)
         elif rows - r == 2:
-            scores(target, 2, 4, q, w.q_row, keys, c.d, s, S_ROW)
+            scores(target, 2, 4, q, w.q_row, at, c.d, s, S_ROW)
         elif rows - r == 1:
-            scores(target, 1, 4, q, w.q_row, keys, c.d, s, S_ROW)
+            scores(target, 1, 4, q, w.q_row, at, c.d, s, S_ROW)
 
 
 @inlined
-def _weights(c: Args, w: Work, group: int, j: int, own: int, target: TargetValue) -> None:
+def _weights(c: Args, w: Work, group: int, head: int, j: int, own: int, target: TargetValue) -> None:
     """Scores to softmax weights, row by row, with everything that depends on the row: mask, softcap, ALiBi."""
-    per_kv = c.heads // c.kv_heads
-    kv_head, length = get_i64(group + G_HEAD), get_i64(group + G_LENGTH)
+    per_kv, rows = c.heads // c.kv_heads, count_rows(c, group)
+    kv_head, length = get_i64(group + G_HEAD) + head, get_i64(group + G_LENGTH)
     scale = c.scale * c.unit
     if c.k_scale:
         scale *= get_f32(c.k_scale + 4 * kv_head)
-    for r in range(get_i64(group + G_COUNT) * per_kv):
+    for r in range(rows):
         s, position = own + w.at_s + r * S_ROW, get_i64(group + G_POSITION) + r // per_kv
         first = min(max(seen_from(c, position) - j, 0), TILE)
         last = min(max(seen_to(c, position, length) - j, 0), TILE)
@@ -267,7 +240,7 @@ def _weights(c: Args, w: Work, group: int, j: int, own: int, target: TargetValue
         if c.cap > 0.0:
             softcap_row(target, s, scale, c.cap)
             factor = 1.0
-        m, l = own + w.at_m + 4 * r, own + w.at_l + 4 * r  # noqa: E741
+        m, l = own + w.at_m + 4 * (head * rows + r), own + w.at_l + 4 * (head * rows + r)  # noqa: E741
         put_f32(
             own + w.at_alpha + 4 * r,
             softmax_row(target, s, own + w.at_p + r * P_ROW, first, last, slope, j - position, factor, m, l),
@@ -275,120 +248,63 @@ def _weights(c: Args, w: Work, group: int, j: int, own: int, target: TargetValue
 
 
 @inlined
-def _sum_values(c: Args, w: Work, rows: int, names: int, ahead: int, own: int, target: TargetValue) -> None:
+def _sum_values(c: Args, w: Work, rows: int, head: int, values: int, ahead: int, own: int, target: TargetValue) -> None:
     """O = O * alpha + P V, straight from the cache: every row sees the same tokens of this tile.
 
-    Meanwhile the second half of the next tile is prefetched.
+    Few rows take a few tokens at a time, so that memory is walked as it lies. Meanwhile the second half of the
+    next step is prefetched.
     """
-    values = names + 8 * TILE
-    ahead += 4 * TILE
-    for r in range(0, rows, 4):
-        o, a, n = own + w.at_o + r * w.o_row, own + w.at_alpha + 4 * r, min(4, rows - r)
-        s = own + w.at_s + r * S_ROW
-        p = own + w.at_p + r * P_ROW if w.pairs else s
-        e = 0
-        while e < c.e:
-            left = c.e - e
-            if left >= 4 * w.lanes:
-                if n == 4:
-                    accumulate(target, 4, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0, ahead)
-                elif n == 3:
-                    accumulate(target, 3, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0, ahead)
-                elif n == 2:
-                    accumulate(target, 2, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0, ahead)
+    step = SLICE if rows <= FEW_ROWS else TILE
+    for t in range(0, TILE, step):
+        v, coming = values + 8 * t, ahead + 4 * (TILE + t)
+        for r in range(0, rows, 4):
+            o, a, n = own + w.at_o + (head * rows + r) * w.o_row, own + w.at_alpha + 4 * r, min(4, rows - r)
+            s = own + w.at_s + r * S_ROW + 4 * t
+            p = own + w.at_p + r * P_ROW + 2 * t if w.pairs else s
+            e = 0
+            while e < c.e:
+                left = c.e - e
+                if left >= 4 * w.lanes:
+                    x = e * w.item
+                    if n == 4:
+                        accumulate(target, 4, "wide", step, p, v, x, o + 4 * e, w.o_row, a, 0, coming)
+                    elif n == 3:
+                        accumulate(target, 3, "wide", step, p, v, x, o + 4 * e, w.o_row, a, 0, coming)
+                    elif n == 2:
+                        accumulate(target, 2, "wide", step, p, v, x, o + 4 * e, w.o_row, a, 0, coming)
+                    else:
+                        accumulate(target, 1, "wide", step, p, v, x, o + 4 * e, w.o_row, a, 0, coming)
+                    e += 4 * w.lanes
                 else:
-                    accumulate(target, 1, "wide", p, values, e * w.item, o + 4 * e, w.o_row, a, 0, ahead)
-                e += 4 * w.lanes
-            else:
-                part = min(left, w.chunk)
-                for x in range(n):
-                    accumulate(target, 1, "chunk", s + x * S_ROW, values, e * w.item, o + x * w.o_row + 4 * e,
-                               w.o_row, a + 4 * x, part, 0)  # fmt: skip
-                e += w.chunk
+                    part = min(left, w.chunk)
+                    for x in range(n):
+                        accumulate(target, 1, "chunk", step, s + x * S_ROW, v, e * w.item,
+                                   o + x * w.o_row + 4 * e, w.o_row, a + 4 * x, part, 0)  # fmt: skip
+                    e += w.chunk
+            for x in range(n):
+                put_f32(a + 4 * x, 1.0)
 
 
 @inlined
-def _sum_packed_values(c: Args, w: Work, group: int, j: int, names: int, own: int, target: TargetValue) -> None:
+def _sum_packed_values(
+    c: Args, w: Work, group: int, head: int, j: int, values: int, own: int, target: TargetValue
+) -> None:
     """The same where rows differ in what they see: a weight of 0 must not meet NaN or Inf; those are summed apart."""
-    per_kv = c.heads // c.kv_heads
-    rows = get_i64(group + G_COUNT) * per_kv
+    per_kv, rows = c.heads // c.kv_heads, count_rows(c, group)
+    sums = own + w.at_o + head * rows * w.o_row
     packed, special = own + w.at_packed, 0
     for t in range(TILE):
         row = own + w.at_pack + t * w.o_row
         put_i64(packed + 8 * t, row)
-        special |= pack_row(target, get_i64(names + 8 * (TILE + t)), row, c.e)
+        special |= pack_row(target, get_i64(values + 8 * t), row, c.e)
     for r in range(rows):
-        p, o, a = own + w.at_s + r * S_ROW, own + w.at_o + r * w.o_row, own + w.at_alpha + 4 * r
+        p, o, a = own + w.at_s + r * S_ROW, sums + r * w.o_row, own + w.at_alpha + 4 * r
         for e in range(0, w.o_row // 4, w.chunk):
-            accumulate(target, 1, "packed", p, packed, 4 * e, o + 4 * e, w.o_row, a, 0, 0)
+            accumulate(target, 1, "packed", TILE, p, packed, 4 * e, o + 4 * e, w.o_row, a, 0, 0)
     if special:
         for r in range(rows):
             position = get_i64(group + G_POSITION) + r // per_kv
             lo, hi = max(seen_from(c, position), j), min(seen_to(c, position, get_i64(group + G_LENGTH)), j + TILE)
             for t in range(lo - j, hi - j):
-                value, p = get_i64(names + 8 * (TILE + t)), get_f32(own + w.at_s + r * S_ROW + 4 * t)
-                add_special(target, value, own + w.at_o + r * w.o_row, c.e, p)
-
-
-@inlined
-def _save(c: Args, w: Work, group: int, index: int, own: int) -> None:
-    """Put O, maximum and sum of one span aside."""
-    rows = get_i64(group + G_COUNT) * (c.heads // c.kv_heads)
-    size = HEAD + w.o_row
-    at = w.partials + (get_i64(group + G_PARTIAL) + index * rows) * size
-    for r in range(rows):
-        put_f32(at + r * size, get_f32(own + w.at_m + 4 * r))
-        put_f32(at + r * size + 4, get_f32(own + w.at_l + 4 * r))
-        copy(at + r * size + HEAD, own + w.at_o + r * w.o_row, w.o_row)
-
-
-@inlined
-def _merge(c: Args, w: Work, group: int, own: int, target: TargetValue) -> None:
-    """Add up the spans of a group, first to last."""
-    rows, spans = get_i64(group + G_COUNT) * (c.heads // c.kv_heads), get_i64(group + G_SPANS)
-    size = HEAD + w.o_row
-    at = w.partials + get_i64(group + G_PARTIAL) * size
-    clear(own + w.at_o, rows * w.o_row)
-    for r in range(rows):
-        top, total = NOTHING, 0.0
-        for s in range(spans):
-            top = max(top, get_f32(at + (s * rows + r) * size))
-        for s in range(spans):
-            part = at + (s * rows + r) * size
-            m, l = get_f32(part), get_f32(part + 4)  # noqa: E741
-            factor = math.exp(m - top) if m > NOTHING else l  # nothing seen: l is 0, or NaN from a NaN key
-            total += factor * l
-            axpy_row(target, own + w.at_o + r * w.o_row, part + HEAD, w.o_row // (4 * w.lanes), factor)
-        put_f32(own + w.at_m + 4 * r, top)
-        put_f32(own + w.at_l + 4 * r, total)
-
-
-@inlined
-def _finish(c: Args, w: Work, group: int, own: int, target: TargetValue) -> None:
-    """Divide by the sum, the sink included, and write out and lse."""
-    per_kv = c.heads // c.kv_heads
-    kv_head = get_i64(group + G_HEAD)
-    for r in range(get_i64(group + G_COUNT) * per_kv):
-        token, head = get_i64(group + G_TOKEN) + r // per_kv, kv_head * per_kv + r % per_kv
-        m, total = float(get_f32(own + w.at_m + 4 * r)), float(get_f32(own + w.at_l + 4 * r))
-        top, factor = m, 1.0
-        if c.sinks:
-            sink = float(get_f32(c.sinks + 4 * head))
-            top = max(m, sink)
-            factor = math.exp(m - top) if m > NOTHING else total
-            total = factor * total + (math.exp(sink - top) if sink > NOTHING else 0.0)
-        if c.lse:
-            lse = top + math.log(total) if total != 0.0 else NOTHING
-            put_f32(c.lse + token * c.lse_token + head * c.lse_head, lse)
-        factor = factor / total if total != 0.0 else 0.0
-        factor *= c.unit
-        if c.v_scale:
-            factor *= get_f32(c.v_scale + 4 * kv_head)
-        row, dst = own + w.at_o + r * w.o_row, c.out + token * c.out_token + head * c.out_head
-        reorder_row(target, row, w.o_row // (4 * w.chunk), 0)
-        if c.q_code == 0:
-            narrow_row(target, "float32", row, dst, c.e, factor)
-        elif c.q_code == 1:
-            narrow_row(target, "float16", row, dst, c.e, factor)
-        else:
-            narrow_row(target, "bfloat16", row, dst, c.e, factor)
+                value, p = get_i64(values + 8 * t), get_f32(own + w.at_s + r * S_ROW + 4 * t)
+                add_special(target, value, sums + r * w.o_row, c.e, p)

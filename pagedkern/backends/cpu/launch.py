@@ -12,15 +12,17 @@ from pagedkern.backends.cpu import convert, kernels, plan, store
 from pagedkern.backends.cpu.jit import Entry, TargetValue, record, target
 from pagedkern.backends.cpu.micro import LINE, TILE
 from pagedkern.backends.cpu.pool import POOL
+from pagedkern.backends.cpu.scratch import HEAD, NAMES, Work
 from pagedkern.errors import BlockIndexError
 
-PLAN = Entry(plan.plan, "planner", record(plan.Args), int64, int64)
+PLAN = Entry(plan.plan, "planner", record(plan.Args), int64, int64, int64)
 FIND_BAD_BLOCK = Entry(plan.find_bad_block, "block table check", record(plan.Args))
-ATTEND = Entry(kernels.attend, "attention kernel", record(plan.Args), record(kernels.Work))
+ATTEND = Entry(kernels.attend, "attention kernel", record(plan.Args), record(Work))
 FIND_BAD_SLOT = Entry(store.find_bad_slot, "slot check", record(store.Write))
 WRITE = Entry(store.write, "write kernel", record(store.Write), record(store.Rows), record(store.Rows))
 
 WORTH_A_THREAD = 1 << 18  # bytes of K and V; waking a helper takes about as long as reading them
+ITEMS = 4  # for each thread, at the least: what is more is taken together, several KV heads in one
 
 
 def threads() -> int:
@@ -34,7 +36,7 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     tg = target(_name(call.k_cache.dtype), isa, _name(call.q.dtype))
     neutral = target("float32", isa)
     args, keep = _args(call, span)
-    n_groups, n_items, n_partial, read, status, where, value = PLAN.get(neutral)(args, 0, 0, neutral)
+    n_groups, n_items, n_partial, read, status, where, value = PLAN.get(neutral)(args, 1, 0, 0, neutral)
     if status == plan.BAD_LENGTH:
         most = f"{args.width} blocks * {args.block_size} tokens"
         raise BlockIndexError(f"seq_lens[{where}] is {value}, accepted is 0 to {args.width * args.block_size} ({most})")
@@ -45,7 +47,8 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     records = torch.empty(n_groups * plan.GROUP_SIZE + n_items * plan.ITEM_SIZE, dtype=torch.uint8)
     groups = records.data_ptr()
     items = groups + n_groups * plan.GROUP_SIZE
-    PLAN.get(neutral)(args, groups, items, neutral)
+    together = max(1, n_items // (ITEMS * threads()))  # makes fewer groups and items, the same results
+    n_groups, n_items, *_ = PLAN.get(neutral)(args, together, groups, items, neutral)
     size = read * (args.d + args.e) * call.k_cache.element_size()
     n_threads = max(1, min(threads(), n_items, size // WORTH_A_THREAD))
     work, memory = _work(args, tg, groups, items, n_items, n_partial, n_threads)
@@ -100,7 +103,7 @@ def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
 
 def _work(
     args: plan.Args, tg: TargetValue, groups: int, items: int, n_items: int, n_partial: int, n_threads: int
-) -> tuple[kernels.Work, list[Tensor]]:
+) -> tuple[Work, list[Tensor]]:
     """The scratch memory of a call, and the tensors that hold it, the counters first."""
     chunk, lanes = convert.chunk(tg.key), tg.key.lanes
     q_row, o_row = (2 if tg.key.dot else 4) * _ceil(args.d, chunk), 4 * _ceil(args.e, max(chunk, LINE // 4))
@@ -116,7 +119,7 @@ def _work(
         "at_m": rows * 4,
         "at_l": rows * 4,
         "at_alpha": rows * 4,
-        "at_names": 2 * kernels.NAMES,
+        "at_names": 2 * NAMES,
         "at_packed": 8 * TILE,
         "at_zero": max(args.d, args.e) * item,
         "at_pack": TILE * o_row,
@@ -125,9 +128,9 @@ def _work(
         at += _ceil(size, LINE)
     del sizes["q"]  # begins at 0
     counters = torch.zeros(plan.COUNTERS_SIZE // 8, dtype=torch.int64)
-    partials = torch.empty(n_partial * (kernels.HEAD + o_row) + LINE, dtype=torch.uint8)
+    partials = torch.empty(n_partial * (HEAD + o_row) + LINE, dtype=torch.uint8)
     scratch = torch.empty(n_threads * at + LINE, dtype=torch.uint8)
-    work = kernels.Work(
+    work = Work(
         groups=groups, items=items, n_items=n_items, counters=counters.data_ptr(),
         partials=_ceil(partials.data_ptr(), LINE), scratch=_ceil(scratch.data_ptr(), LINE), scratch_size=at,
         chunk=chunk, lanes=lanes,

@@ -41,6 +41,16 @@ def prefetch_rows(b: Builder, tokens: int, ahead: Value, lines: Value) -> None:
     simd.loop(b, lines, [], body)
 
 
+@emitter(void, int64, int64, int64, int64)
+def shift_names(b: Builder, names: Value, ahead: Value, k_step: Value, v_step: Value) -> None:
+    """ahead = names moved by k_step bytes, those of V, TILE behind those of K, by v_step."""
+    kind = ir.VectorType(I64, 8)
+    for first, step in ((0, k_step), (TILE, v_step)):
+        step = simd.splat(b, step, 8)
+        for t in range(first, first + TILE, 8):
+            simd.store(b, b.add(simd.load(b, kind, b.add(names, i64(8 * t))), step), b.add(ahead, i64(8 * t)))
+
+
 @emitter(void, TARGET, LITERAL, LITERAL, int64, int64, int64, int64, int64, int64)
 def scores(
     b: Builder,
@@ -105,12 +115,13 @@ def scores(
             simd.store(b, simd.pick(b, total, total, at), b.add(s, b.mul(s_row, i64(r))))
 
 
-@emitter(void, TARGET, LITERAL, LITERAL, int64, int64, int64, int64, int64, int64, int64, int64)
+@emitter(void, TARGET, LITERAL, LITERAL, int64, int64, int64, int64, int64, int64, int64, int64, int64)
 def accumulate(
     b: Builder,
     key: TargetKey,
     rows: int,
     source: str,
+    tokens: Value,
     p: Value,
     values: Value,
     offset: Value,
@@ -120,12 +131,13 @@ def accumulate(
     count: Value,
     ahead: Value,
 ) -> None:
-    """o[r] = o[r] * alpha[r] + sum over the tile of p[r, t] * v[t], for some columns of `rows` rows.
+    """o[r] = o[r] * alpha[r] + sum over some tokens of p[r, t] * v[t], for some columns of `rows` rows.
 
-    p: float32 [rows, TILE], for "wide" of `key.dot` bfloat16; values: int64 [TILE] addresses, columns starting `offset`
-    bytes behind them; o: float32, row stride o_row bytes; alpha: float32 [rows]; ahead: as in `prefetch_rows`, of which
-    half a tile is prefetched. `source` says what the addresses lead to: "wide" and "chunk" cache rows, of which four
-    vectors, or one chunk of `count` elements, are taken; "packed" float32 rows in kernel order.
+    tokens: an even number of them; p: float32 [rows, TILE], for "wide" of `key.dot` bfloat16; values: int64 [tokens]
+    addresses, columns starting `offset` bytes behind them; o: float32, row stride o_row bytes; alpha: float32 [rows];
+    ahead: as in `prefetch_rows`, of which the same columns of half as many tokens are prefetched. `source` says what
+    `values` lead to: "wide" and "chunk" cache rows, of which four vectors, or one chunk of `count` elements, are taken;
+    "packed" float32 rows in kernel order.
     """
     n, size = key.lanes, ITEMSIZE[key.kv_dtype]
     kind = ir.VectorType(F32, n)
@@ -182,9 +194,9 @@ def accumulate(
         return carried
 
     if source == "wide" and key.dot:
-        acc = simd.loop(b, i64(TILE // 2), acc, add_pair)
+        acc = simd.loop(b, b.lshr(tokens, i64(1)), acc, add_pair)
     else:
-        acc = simd.loop(b, i64(TILE), acc, add_token)
+        acc = simd.loop(b, tokens, acc, add_token)
     for r in range(rows):
         for u in range(vectors):
             simd.store(b, acc[r * vectors + u], o_at[r][u])

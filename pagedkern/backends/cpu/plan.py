@@ -1,8 +1,9 @@
 """What a call is and how it is cut into work: records, the numbers that live on the device, spans.
 
-A *group* is a tile of query tokens of one sequence with the query heads of one KV head. It has one item of work for
-each span of keys. Spans are counted from position 0 of the sequence, and whether a group is split at all depends on
-that sequence's own lengths: so its result does not depend on what else is in the batch, nor on who computes it.
+A *group* is a tile of query tokens of one sequence with the query heads of one KV head, or of several that are walked
+together, because their keys lie side by side in a block. It has one item of work for each span of keys. Spans are
+counted from position 0 of the sequence, and whether a group is split at all depends on that sequence's own lengths: so
+its result does not depend on what else is in the batch, nor on who computes it, nor on how many KV heads are together.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from typing import NamedTuple
 from pagedkern.backends.cpu.jit import TargetValue, inlined, kernel
 from pagedkern.backends.cpu.memory import get_i32, put_i64
 
-ROWS = 64  # rows of one group: query tokens * query heads of a KV head, unless one token alone has more
-FEW_GROUPS = 64  # a sequence with fewer groups than this is split over its keys as well
+ROWS = 64  # rows of one group: query tokens * query heads, unless one token and KV head alone have more
+FEW_GROUPS = 64  # a sequence with fewer groups than this, were KV heads apart, is split over its keys as well
 
 # A group's record: int64 fields, byte offsets
-G_SEQ, G_HEAD = 0, 8  # sequence (-1: rows of no sequence), KV head
+G_SEQ = 0  # sequence (-1: rows of no sequence)
+G_HEAD, G_HEADS = 8, 72  # first KV head, number of them
 G_TOKEN, G_COUNT = 16, 24  # first query token (row of q), number of them
 G_POSITION, G_LENGTH = 32, 40  # position of the first query token in its sequence, tokens of the sequence
 G_PARTIAL, G_SPANS, G_DONE = 48, 56, 64  # first row of partial results, spans, spans done
-GROUP_SIZE = 72
+GROUP_SIZE = 80
 # An item's record
 I_GROUP, I_SPAN, I_INDEX = (
     0,
@@ -100,11 +102,14 @@ def seen_to(c: Args, position: int, length: int) -> int:
 
 
 @kernel
-def plan(c: Args, groups: int, items: int, _target: TargetValue) -> tuple[int, int, int, int, int, int, int]:
+def plan(
+    c: Args, together: int, groups: int, items: int, _target: TargetValue
+) -> tuple[int, int, int, int, int, int, int]:
     """Cut a call into work, into the records at `groups` and `items`, or only count them if those are 0.
 
-    Returns the numbers of groups, items and rows of partial results, the tokens of K and V read over all items, and
-    status, sequence and value of the first length that is out of range.
+    together: KV heads of one group, if it has rows for so many. Returns the numbers of groups, items and rows of
+    partial results, the tokens of K and V read over all items, and status, sequence and value of the first length that
+    is out of range.
     """
     n_groups, n_items, n_partial, read = 0, 0, 0, 0
     per_kv = c.heads // c.kv_heads
@@ -131,11 +136,14 @@ def plan(c: Args, groups: int, items: int, _target: TargetValue) -> tuple[int, i
             if split and hi > lo:
                 from_span = lo // c.span
                 spans = (hi - 1) // c.span + 1 - from_span
-            for h in range(c.kv_heads):
+            step = max(1, min(together, tile // count))
+            for h in range(0, c.kv_heads, step):
+                heads = min(step, c.kv_heads - h)
                 if groups:
                     at = groups + n_groups * GROUP_SIZE
                     put_i64(at + G_SEQ, i if i < c.seqs else -1)
                     put_i64(at + G_HEAD, h)
+                    put_i64(at + G_HEADS, heads)
                     put_i64(at + G_TOKEN, first)
                     put_i64(at + G_COUNT, count)
                     put_i64(at + G_POSITION, position)
@@ -150,8 +158,8 @@ def plan(c: Args, groups: int, items: int, _target: TargetValue) -> tuple[int, i
                         put_i64(item + I_INDEX, s)
                 n_groups += 1
                 n_items += spans
-                n_partial += spans * count * per_kv if spans > 1 else 0
-                read += max(0, hi - lo)
+                n_partial += spans * heads * count * per_kv if spans > 1 else 0
+                read += heads * max(0, hi - lo)
     return n_groups, n_items, n_partial, read, OK, 0, 0
 
 

@@ -144,28 +144,32 @@ def sum_lanes(b: Builder, xs: Sequence[Value]) -> tuple[Value, list[int]]:
     Pairs of vectors are folded into one, so n sums cost about n vector additions instead of n * log2(lanes). There are
     at most as many vectors as lanes. How a sum is ordered does not depend on their number.
     """
-    lanes = xs[0].type.count
-    level = [(x, [i] * lanes) for i, x in enumerate(xs)]
-    width = lanes  # lanes that still belong to one partial sum
-    while width > 1:
-        half = width // 2
-        low = [i for start in range(0, lanes, width) for i in range(start, start + half)]
-        high = [i + half for i in low]
+    level = [(x, [i] * x.type.count) for i, x in enumerate(xs)]
+    for lower, upper in _folds(xs[0].type.count):
         following = []
         for k in range(0, len(level), 2):
             x, owner_x = level[k]
             y, owner_y = level[k + 1] if k + 1 < len(level) else level[k]
-            order = _weave(low, [i + lanes for i in low], half)
-            other = _weave(high, [i + lanes for i in high], half)
-            total = b.fadd(pick(b, x, y, order), pick(b, x, y, other))
-            following.append((total, [(owner_x + owner_y)[i] for i in order]))
-        level, width = following, half
+            total = b.fadd(pick(b, x, y, lower), pick(b, x, y, upper))
+            following.append((total, [(owner_x + owner_y)[i] for i in lower]))
+        level = following
     return level[0]
 
 
-def _weave(x: Sequence[int], y: Sequence[int], run: int) -> list[int]:
-    """Runs of x and y in turn."""
-    return [i for k in range(0, len(x), run) for part in (x, y) for i in part[k : k + run]]
+def _folds(lanes: int) -> list[tuple[list[int], list[int]]]:
+    """For each level of `sum_lanes`, which lanes of x and y, laid end to end, are added to which.
+
+    The first two levels stay within 16 bytes, where most of the work is and where shuffles are cheapest; the others
+    move 16 bytes as one. After them, each lane of a vector belongs to a vector of its own.
+    """
+    quads = range(0, lanes, 4)
+    folds = [
+        ([i for q in quads for i in (q, lanes + q, q + 1, lanes + q + 1)], 2),
+        ([i for q in quads for i in (q, q + 1, lanes + q, lanes + q + 1)], 2),
+    ]
+    for _ in range((lanes // 4).bit_length() - 1):
+        folds.append(([i + k for start in (0, lanes) for i in range(start, start + lanes, 8) for k in range(4)], 4))
+    return [(lower, [i + step for i in lower]) for lower, step in folds]
 
 
 def vmax(b: Builder, x: Value, y: Value) -> Value:

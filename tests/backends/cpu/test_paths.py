@@ -45,6 +45,24 @@ def test_any_number_of_threads_gives_the_same_bits(spec: Spec, kv_dtype: str) ->
             assert_same(attend(call), want, f"{number} threads")
 
 
+WALKED = [
+    Spec(heads=40, kv_heads=20, head_dim=64, seq_lens=(1500, 70, 1, 2100), block_size=16, layout=layout, window=window)
+    for layout, window in (("HND", None), ("NHD", 1200))
+] + [Spec(heads=12, kv_heads=6, head_dim=72, seq_lens=(1500, 70), query_lens=(3, 7), block_size=24, layout="HND")]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("spec", WALKED, ids=["decode", "window", "speculative"])
+def test_heads_walked_together_or_apart(spec: Spec, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = build(with_dtype(spec, kv_dtype))
+    monkeypatch.setattr("pagedkern.backends.cpu.launch.ITEMS", 1 << 40)
+    want = attend(call)
+    assert_exact(call, want)
+    for items in (4, 1):  # the second: as many together as a group has rows for
+        monkeypatch.setattr("pagedkern.backends.cpu.launch.ITEMS", items)
+        assert_same(attend(call), want, f"{items} items for each thread")
+
+
 def test_more_threads_than_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """NUMBA_NUM_THREADS bounds the threads; raised here, so that real helpers take part however few cores there are."""
     monkeypatch.setattr("pagedkern.backends.cpu.launch.config.NUMBA_NUM_THREADS", 8)
