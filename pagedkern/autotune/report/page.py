@@ -28,6 +28,8 @@ th { color: #787774; } td:first-child, th:first-child { text-align: left; paddin
 tr.best td { font-weight: bold; color: #b35309; } svg { width: 100%; height: auto; } p { max-width: 46em; }
 """
 
+COLUMNS = ("block size", "sequences", "waste", "step", "attention", "request", "cached", "tokens/s", "of best")
+
 
 def write(recorded: Recorded, traffic: Traffic, model: Model, memory: int, path: Path) -> tuple[Path, Path]:
     """Write `path` with the endings .html and .png, and return the two. Raises `OSError`."""
@@ -62,17 +64,7 @@ def _page(
         picture,
         "<h2>What each block size comes to</h2>",
         _table(
-            (
-                "block size",
-                "sequences",
-                "waste",
-                "step",
-                "attention",
-                "request",
-                "cached tokens",
-                "tokens/s",
-                "of best",
-            ),
+            COLUMNS,
             [(_score_cells(s, chosen), s == chosen) for s in scores],
         ),
         "<p>A larger block wastes more memory and shares less of a prefix, a smaller one may be slower to read. "
@@ -81,26 +73,32 @@ def _page(
         "but for <i>cached</i> tokens.</p>",
     ]
     for space, log in zip(recorded.spaces, recorded.logs, strict=True):
-        verdict = decide(space, log)
-        rows = []
-        for block_size, pick in sorted(verdict.winners.items()):
-            seconds = log.seconds(pick.candidate) or 0.0
-            rate = space.workload.kv_bytes if space.workload.kind == "decode" else space.workload.flops
-            figures = time_text(seconds), digits(rate / seconds / 1e9), f"{pick.gain.ratio:.2f}x"
-            row = (str(block_size), str(pick.candidate), *figures)
-            rows.append((row, pick == verdict.best))
-        unit = "GB/s" if space.workload.kind == "decode" else "GFLOP/s"
-        read = f" Plain read: {digits(median(log.reads) / 1e9)} GB/s." if log.reads else ""
-        parts += [
-            f"<h2>{escape(space.workload.kind.capitalize())}: the kernels chosen</h2>",
-            f"<p class=faint>{escape(str(space.workload))}; {len(log.finals)} rounds.{read}</p>",
-            _table(("block size", "backend and configuration", "time", unit, "against untuned"), rows, "kernels"),
-            *_left_out(space, log),
-        ]
+        parts += _kernels(space, log)
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>pagedkern: {escape(traffic.name)}</title><style>{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
     )
+
+
+def _kernels(space: Space, log: Log) -> list[str]:
+    """What was chosen for one problem at each block size."""
+    workload, verdict = space.workload, decide(space, log)
+    decode = workload.kind == "decode"
+    rows = []
+    for block_size, pick in sorted(verdict.winners.items()):
+        seconds = log.seconds(pick.candidate) or 0.0
+        rate = (workload.kv_bytes if decode else workload.flops) / seconds / 1e9
+        row = (str(block_size), str(pick.candidate), time_text(seconds), digits(rate), f"{pick.gain.ratio:.2f}x")
+        rows.append((row, pick == verdict.best))
+    unit = "GB/s" if decode else "GFLOP/s"
+    read = f" Plain read: {digits(median(log.reads) / 1e9)} GB/s." if log.reads else ""
+    window = f", window {w:,}" if (w := workload.sliding_window) else ""
+    return [
+        f"<h2>{escape(workload.kind.capitalize())}{window}: the kernels chosen</h2>",
+        f"<p class=faint>{escape(str(workload))}; {len(log.finals)} rounds.{read}</p>",
+        _table(("block size", "backend and configuration", "time", unit, "against untuned"), rows, "kernels"),
+        *_left_out(space, log),
+    ]
 
 
 def _other_shape(recorded: Recorded, model: Model) -> str:
