@@ -157,6 +157,15 @@ def number(name: str, value: object, accepted: str) -> float:
     return float(value)
 
 
+def float32_number(name: str, value: object, default: str) -> float:
+    """A host number that kernels can take: finite also once rounded to float32."""
+    accepted = f"a finite number up to {LARGEST_SCALE:.3g}, or None for {default}"
+    result = number(name, value, accepted)
+    if abs(result) > LARGEST_SCALE:
+        refuse(name, value, accepted)
+    return result
+
+
 def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is True or False")

@@ -247,9 +247,7 @@ def _attention_arguments(
         lens,
         starts,
         bound,
-        head_dim**-0.5
-        if scale is None
-        else check.number("scale", scale, "a finite number, or None for head_dim ** -0.5"),
+        head_dim**-0.5 if scale is None else check.float32_number("scale", scale, "head_dim ** -0.5"),
         check.flag("causal", causal),
         sliding_window,
         softcap,

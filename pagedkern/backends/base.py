@@ -73,7 +73,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """The config with these `values`, the other fields at their defaults; `InvalidArgument` names an unknown one."""
+        """The config with these `values`, others at their defaults; `InvalidArgument` names an unknown one."""
         accepted = [field.name for field in fields(cls)]
         for name in values:
             if name not in accepted:

@@ -212,7 +212,7 @@ ATTENTION: list[Wrong] = [
     *of_rank("cu_seqlens_q", 2),
     cut("cu_seqlens_q", "one too few", slice(3), "[3]", "[4]", "num_seqs + 1"),
     *numbers("max_seqlen_q", "integer >= 0", [-1], [1.5, 2.0, "3", True, NUMBER, [3]]),
-    *numbers("scale", "finite number", [math.nan, math.inf, -math.inf], ["x", NUMBER, True, [1.0], 1j]),
+    *numbers("scale", "finite number", [math.nan, math.inf, -math.inf, 1e39, -1e39], ["x", NUMBER, True, [1.0], 1j]),
     *numbers("causal", "True or False", [], [1, 0, None, "yes"]),
     *numbers("sliding_window", WINDOW, [0, -1, -(2**40)], [2.5, 4.0, True, "4", NUMBER, (4, 0)]),
     *numbers("softcap", CAP, [0, 0.0, -1.0, math.nan, math.inf], ["x", NUMBER, True, [5.0]]),
