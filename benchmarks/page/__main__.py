@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 PARTS: dict[str, Callable[[Result], str]] = {
-    "machine": lambda result: f"- {result.caption}; commit {', '.join(sorted(result.commits))}.",
+    "machine": lambda result: f"- {result.caption}.",
     "decode": lambda result: tables.timed(result, "decode"),
     "prefill": lambda result: tables.timed(result, "prefill", rate="gflop_per_s"),
     "block size": tables.block_sizes,
@@ -54,14 +54,16 @@ PICTURES = {"decode": "decode", "sharing": "branch", "allocator": "allocator", "
 
 
 def _each(results: list[Result], part: Callable[[Result], str], folder: Path, name: str) -> str:
-    """A part for each machine, which is named if there are several."""
+    """A part for each machine that has it; the machine is named if there are several."""
     blocks = []
     for result in results:
-        blocks += [f"**{result.device}**"] if len(results) > 1 and name != "machine" else []
+        if not (text := part(result)):
+            continue
+        blocks += [f"{result.device}:"] if len(results) > 1 and name != "machine" else []
         picture = f"{result.slug}-{PICTURES.get(name)}.svg"
         if (folder / picture).exists():
             blocks.append(f"![{name}: {result.device}]({folder.name}/{picture})")
-        blocks.append(part(result))
+        blocks.append(text)
     return "\n\n".join(blocks)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c4554d", "#787774", "#a27b00")
 CARD, INK, FAINT = "#fbfaf8", "#37352f", "#d3d1cb"
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.edgecolor": FAINT, "axes.labelcolor": INK,
     "axes.facecolor": CARD, "text.color": INK, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
     "axes.spines.right": False, "legend.frameon": False, "svg.hashsalt": "pagedkern",
@@ -39,10 +39,10 @@ def _decode(result: Result) -> Figure | None:
     groups = list(result.starting("decode"))
     if not groups:
         return None
-    axis = _axis(0.9 + 0.2 * sum(len(rows) for _, rows in groups) + 0.22 * len(groups), "Decode: K and V read, GB/s")
-    _bars(axis, groups, "gb_per_s")
-    reads = [row.info["read_gb_per_s"] for _, rows in groups for row in rows if is_own(row)]
-    axis.axvline(sorted(reads)[len(reads) // 2], color=INK, linewidth=0.9, linestyle=":", label="a plain read")
+    height = 0.9 + 0.2 * sum(len(rows) for _, rows in groups) + 0.22 * len(groups)
+    axis = _axis(height, "Decode: how fast K and V are read, as a share of a plain read at that moment")
+    _bars(axis, groups, "of_read")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axis.legend(fontsize=8, loc="lower right")
     return axis.get_figure()  # type: ignore[return-value]
 
@@ -51,9 +51,8 @@ def _branch(result: Result) -> Figure | None:
     groups = list(result.starting("branch a"))
     if not groups:
         return None
-    axis = _axis(1.6, "To branch a prompt: milliseconds (logarithmic)")
+    axis = _axis(1.6, "To branch a prompt: milliseconds")
     _bars(axis, groups, None)
-    axis.set_xscale("log")
     axis.legend(fontsize=8)
     return axis.get_figure()  # type: ignore[return-value]
 
@@ -71,7 +70,8 @@ def _allocator(result: Result) -> Figure | None:
 
 
 def _bars(axis: Axes, groups: list[tuple[str, list[Row]]], figure: str | None, factor: float = 1e3) -> None:
-    """Horizontal bars, a block of them for each group, one colour for each name. `figure` None: the time."""
+    """Horizontal bars, a block of them for each group, one colour for each name. `figure`: a share; None: the
+    time."""
     names = list(dict.fromkeys(row.name for _, rows in groups for row in sorted(rows, key=lambda r: not is_own(r))))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     y, across = 0.0, axis.get_yaxis_transform()
@@ -83,7 +83,7 @@ def _bars(axis: Axes, groups: list[tuple[str, list[Row]]], figure: str | None, f
             value = row.info[figure] if figure else row.seconds * factor
             label = None if row.name in seen else row.name
             bar = axis.barh(y, value, height=0.8, color=colours[row.name], label=label)
-            axis.bar_label(bar, labels=[f"{value:,.3g}"], padding=3, fontsize=8)
+            axis.bar_label(bar, labels=[f"{value:.0%}" if figure else f"{value:,.3g}"], padding=3, fontsize=8)
             seen.add(row.name)
             y += 0.9
         y += 0.75

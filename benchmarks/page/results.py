@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+BUSY = 3.0  # load average: one process of ours keeps two or more cores busy
+
 
 @dataclass(frozen=True)
 class Row:
@@ -32,6 +34,7 @@ class Result:
     dates: set[str] = field(default_factory=set)
     commits: set[str] = field(default_factory=set)
     sizes: set[str] = field(default_factory=set)
+    load: float = 0.0  # processes that wanted a core, at the most
     rows: dict[str, Row] = field(default_factory=dict)  # by the name of the test
 
     def starting(self, *beginnings: str) -> Iterator[tuple[str, list[Row]]]:
@@ -45,13 +48,17 @@ class Result:
     @property
     def slug(self) -> str:
         """The machine as a part of a file name."""
-        return re.sub(r"[^a-z0-9]+", "-", self.device.partition("(")[0].lower()).strip("-")
+        return re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
 
     @property
     def caption(self) -> str:
         """The machine, the versions and the date in one sentence."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{self.device}; Python {self.python}, {versions}; {', '.join(sorted(self.dates))}"
+        when = f"{', '.join(sorted(self.dates))}, commit {', '.join(sorted(self.commits))}"
+        text = f"**{self.device}**; Python {self.python}, {versions}; {when}"
+        if self.load < BUSY:
+            return text
+        return f"{text}. Others used the machine, too (load average {self.load:.0f}): times and ratios are rough"
 
 
 def load(paths: Iterable[Path]) -> list[Result]:
@@ -64,6 +71,7 @@ def load(paths: Iterable[Path]) -> list[Result]:
         result.dates.add(data["datetime"][:10])
         result.commits.add(data["commit_info"]["id"][:10])
         result.sizes.add(data["size"])
+        result.load = max(result.load, data.get("load") or 0.0)
         result.rows |= {entry["fullname"]: _row(entry) for entry in data["benchmarks"]}
     return list(found.values())
 

@@ -12,9 +12,10 @@ OWN = (*names(), "pagedkern", "paged")
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """The first column is text, the others are numbers; an empty cell repeats the one above."""
+    """The first two columns are text, the others numbers; an empty cell repeats the one above. "" without a line."""
     rules = ["---"] * 2 + ["---:"] * (len(head) - 2)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rules, *lines))
+    found = list(lines)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rules, *found)) if found else ""
 
 
 def is_own(row: Row) -> bool:
@@ -25,7 +26,7 @@ def is_own(row: Row) -> bool:
 def timed(result: Result, *beginnings: str, rate: str = "gb_per_s") -> str:
     """Groups of rows: time, rate, share of a plain read, and the time against pagedkern's best."""
     unit = {"gb_per_s": "GB/s", "gflop_per_s": "GFLOP/s"}[rate]
-    head = ["problem", "who", "time", "spread", unit, *(["of a read"] if rate == "gb_per_s" else []), "time, to ours"]
+    head = ["problem", "who", "time", "spread", unit, *(["of a read"] if rate == "gb_per_s" else []), "time ÷ ours"]
     lines = []
     for group, rows in result.starting(*beginnings):
         best = min((row.seconds for row in rows if is_own(row)), default=None)

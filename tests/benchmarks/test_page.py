@@ -54,7 +54,7 @@ def test_files_of_one_machine_are_one_result_and_the_last_measurement_counts(tmp
     first, second = sorted(load([late, early, other]), key=lambda result: result.device)
     assert [(row.name, row.seconds) for row in first.rows.values()] == [("cpu", 2.0), ("torch", 3.0)]
     assert first.dates == {"2026-01-01", "2026-01-02"}
-    assert first.slug == "abacus"
+    assert first.slug == "abacus-1-2-3-threads"
     assert [row.seconds for row in second.rows.values()] == [9.0]
 
 
