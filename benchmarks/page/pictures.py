@@ -43,7 +43,7 @@ def _decode(result: Result) -> Figure | None:
     axis = _axis(height, "Decode: how fast K and V are read, as a share of a plain read at that moment")
     _bars(axis, groups, "of_read")
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axis.legend(fontsize=8, loc="lower right")
+    axis.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.04))
     return axis.get_figure()  # type: ignore[return-value]
 
 
