@@ -33,8 +33,9 @@ lint: $(stamp) ## style and format
 	$(run) -m ruff check .
 	$(run) -m ruff format --check .
 
-types: $(stamp) ## static types
+types: $(stamp) ## static types, of the examples too
 	$(run) -m mypy
+	$(run) -m mypy examples/*.py
 
 fuzz: $(stamp) ## the randomised tests, for much longer
 	HYPOTHESIS_PROFILE=fuzz $(run) -m pytest -n 2 --timeout 3600 tests/allocator tests/contract -k "fuzz or machine or property" $(ARGS)
