@@ -187,10 +187,16 @@ def copy_blocks(call: CopyCall) -> None:
                 at = int(wrong.nonzero()[0, 0])
                 most = cache.shape[0] - 1
                 raise BlockIndexError(f"{name}[{at}] is {int(ids[at])}, accepted is 0 to {most} (caches[{i}])")
+    pairs = list(zip(src.tolist(), dst.tolist(), strict=True))
+    apart = {s for s, _ in pairs}.isdisjoint(d for _, d in pairs)
     for cache in call.caches:
         size = cache.element_size()
         bits = cache.view(_BITS[size]) if size in _BITS else cache  # a dtype that every copy knows; complex128 is one
-        bits.index_copy_(0, dst, bits.index_select(0, src))
+        if apart:
+            for s, d in pairs:
+                bits[d].copy_(bits[s])
+        else:  # all are read before any is written
+            bits.index_copy_(0, dst, bits.index_select(0, src))
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
