@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pagedkern.backends import load
+import pagedkern
+from pagedkern.backends import backends, load
 from pagedkern.gpucheck import __main__, agreement, composes, peers, speed
 from pagedkern.gpucheck.problems import DECODE, PREFILL, sample, shrunk
 
@@ -52,6 +53,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{count} checked, 0 failed" in printed
     assert "no speed is measured" in printed
     assert max(map(len, printed.splitlines())) < 80
+
+
+def test_without_a_backend_nothing_is_checked_and_that_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only_cpu = [info for info in backends() if info.name == "cpu"]
+    monkeypatch.setattr(pagedkern, "backends", lambda: only_cpu)
+    code, result = run(tmp_path / "r.json", "--parts", "agreement,contract")
+    assert code == 1
+    assert result["problems"] == ["no GPU backend can run here"]
+    assert "skipped" in result["parts"]["contract"]["tests"]
+    assert "No GPU: " in capsys.readouterr().out
+
+
+def test_a_part_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        __main__.main(["--parts", "agreement,abacus"])
+    assert "got 'abacus', accepted are agreement, " in capsys.readouterr().err
 
 
 def test_what_is_not_there_is_a_problem(tmp_path: Path) -> None:

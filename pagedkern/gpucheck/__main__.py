@@ -43,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     result["problems"] = _problems(result["parts"]) + [
         f"{name}: not available" for name in chosen if name not in available
     ]
+    if not chosen:
+        result["problems"].append("no GPU backend can run here")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -116,6 +118,8 @@ class _Check:
         return self._each(composes.sanitizer)
 
     def _contract(self) -> Any:
+        if not self._backends:
+            return {"tests": {"skipped": "no backend to run them on"}}
         left = self._end - time.monotonic()
         return {"tests": composes.contract(self._backends, max(20.0, left), 16 if self._emulated else 4)}
 
@@ -141,20 +145,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pagedkern.gpucheck", description=sys.modules["pagedkern.gpucheck"].__doc__
     )
-    parser.add_argument("--out", type=Path, help="write the result as JSON to this file")
-    parser.add_argument("--budget", type=float, default=270, help="seconds after which no further part is begun (270)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON to this file")
     parser.add_argument(
-        "--backends", type=lambda text: text.split(","), help="names, with commas; default: all that run here"
+        "--budget", type=float, default=270, metavar="S", help="seconds after which no further part is begun (270)"
+    )
+    parser.add_argument(
+        "--backends",
+        type=lambda text: text.split(","),
+        metavar="NAMES",
+        help="names joined by commas (default: all GPU backends that run here)",
     )
     parser.add_argument(
         "--parts",
-        type=lambda text: text.split(","),
+        type=_parts,
         default=list(PARTS),
-        help=f"what to do, with commas; default: {','.join(PARTS)}; also: configs, which times every configuration",
+        metavar="NAMES",
+        help=f"what to do, joined by commas: {', '.join(PARTS)} (default: all of these); and configs, which times "
+        "every configuration",
     )
     parser.add_argument("--small", action="store_true", help="small shapes, as under emulation")
-    parser.add_argument("--every", type=int, default=1, help="check every n-th shape of the sample (1)")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="check every n-th shape of the sample (1)")
     return parser
+
+
+def _parts(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in (*PARTS, "configs")]:
+        raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, accepted are {', '.join(PARTS)}, configs")
+    return names
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ def render(result: dict[str, Any]) -> str:
 def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield f"{result['machine']['device']['name']}, {result['machine']['date']}"
     if result["emulated"]:
-        yield "Emulated on a CPU: what is computed is checked, no speed is measured."
+        emulated = any(backend["emulated"] for backend in result["backends"])
+        yield f"{'Emulated on a CPU' if emulated else 'No GPU'}: what is computed is checked, no speed is measured."
     yield ""
     for backend in result["backends"]:
         yield f"{backend['name']:<12} {'yes' if backend['available'] else 'no':<4} {backend['reason'][:62]}"
