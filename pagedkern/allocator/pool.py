@@ -79,6 +79,12 @@ class BlockPool:
         """Blocks that `take` can hand out now: blank and idle ones."""
         return len(self._blank) + self.num_idle
 
+    @property
+    def held(self) -> str:
+        """For the message of a shortage: how many blocks only steps in flight keep. O(blocks in those steps)."""
+        count = sum(not self.refs[b] for b in self.holds)
+        return f", {count} more once steps in flight are committed" if count else ""
+
     def num_idle_of(self, blocks: Iterable[int]) -> int:
         """How many of these cached blocks are idle: sharing them takes so many from the free ones."""
         refs, holds = self.refs, self.holds
@@ -93,7 +99,8 @@ class BlockPool:
             return []
         blank = self._blank
         if count > len(blank) and count > self.num_free:
-            raise OutOfBlocks(f"{self.name} blocks: {count} needed, {self.num_free} of {self.num_blocks} free")
+            free = f"{self.num_free} of {self.num_blocks} free{self.held}"
+            raise OutOfBlocks(f"{self.name} blocks: {count} needed, {free}")
         blocks: list[int] = []
         if blank:
             kept = max(0, len(blank) - count)

@@ -33,7 +33,7 @@ def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, p
     missing = -(-length // core.block_size) - len(hits)
     free = pool.num_free - (pool.num_idle_of(hits) if hits else 0)
     if missing > free:
-        raise OutOfBlocks(f"create: {missing} blocks needed beside {len(hits)} cached ones, {free} free")
+        raise OutOfBlocks(f"create: {missing} blocks needed beside {len(hits)} cached ones, {free} free{pool.held}")
     if hits:
         pool.retain(hits)
     fresh = pool.take(missing)

@@ -72,7 +72,7 @@ def _plan(
     missing = [b for b in places if b not in found]
     free = target.num_free - target.num_idle_of(found.values())
     if len(missing) + rest > free:
-        raise OutOfBlocks(f"{kind}: {len(missing) + rest} {target.name} blocks needed, {free} free")
+        raise OutOfBlocks(f"{kind}: {len(missing) + rest} {target.name} blocks needed, {free} free{target.held}")
     plan = Plan(core.owner, core.next_plan(), tuple(seqs))
     core.launch(plan)
     target.retain(found.values())

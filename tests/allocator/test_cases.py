@@ -315,6 +315,20 @@ def test_cached_blocks_that_are_revived_count_against_capacity() -> None:
     assert allocator.create(prompt(0, 12)).num_cached_tokens == 8
 
 
+def test_a_forgotten_commit_is_named_when_blocks_are_lacking() -> None:
+    allocator = BlockAllocator(4, 4)
+    for start in (0, 50):
+        seq = allocator.create(prompt(start, 6))
+        step = allocator.prefill([seq])
+        allocator.free(seq)  # without a commit: the step may still write
+    with pytest.raises(OutOfBlocks, match="0 free, 4 more once steps in flight are committed"):
+        allocator.create(prompt(100, 6))
+    allocator.commit(step)
+    with pytest.raises(OutOfBlocks, match="4 blocks needed beside 0 cached ones, 2 free, 2 more once"):
+        allocator.create(prompt(100, 16))
+    allocator.check()
+
+
 def test_eviction_takes_least_recently_used_and_tails_before_heads() -> None:
     allocator = BlockAllocator(6, 4)
     old, new = computed(allocator, prompt(0, 12)), computed(allocator, prompt(50, 12))
