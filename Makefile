@@ -11,10 +11,10 @@ OLDEST  = head_dims or group_sizes or slot_minus_one or quantized or query_lengt
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-tune: $(stamp) ## measure this machine and store the best backend, block size and configuration
+tune: $(stamp) ## measure this machine, store the best block size and kernels
 	$(run) -m pagedkern.autotune $(ARGS)
 
-record: $(stamp) ## measure all candidates of this machine as NAME, and distil the profile that ships
+record: $(stamp) ## measure all of this machine as NAME; make its profile
 	mkdir -p autotune/records pagedkern/autotune/profiles
 	$(run) -m pagedkern.autotune --exhaustive --budget 4m --records autotune/records/$(NAME).jsonl $(ARGS)
 	$(run) -m pagedkern.autotune export autotune/records/$(NAME).jsonl -o pagedkern/autotune/profiles/$(NAME).json
@@ -40,13 +40,13 @@ types: $(stamp) ## static types, of the examples too
 fuzz: $(stamp) ## the randomised tests, for much longer
 	HYPOTHESIS_PROFILE=fuzz $(run) -m pytest -n 2 --timeout 3600 tests/allocator tests/contract -k "fuzz or machine or property" $(ARGS)
 
-gpu-check: $(stamp) ## check and time the GPU backends; without a GPU they are emulated, and not timed
+gpu-check: $(stamp) ## check and time the GPU backends; without a GPU: emulated
 	$(run) -m tests.emulation pagedkern.gpucheck --out build/gpucheck.json $(ARGS)
 
-docs: $(stamp) ## the site of docs/ in build/site; whatever is not as it should be fails
+docs: $(stamp) ## the site of docs/ in build/site; any warning fails
 	NO_MKDOCS_2_WARNING=1 $(run) -m mkdocs build --strict
 
-bench: $(stamp) ## time everything beside whoever else is installed; ARGS="--size full" and more: docs/benchmarks.md
+bench: $(stamp) ## time all beside others that are installed: docs/benchmarks.md
 	mkdir -p build
 	$(run) -m pytest benchmarks -rs --benchmark-json build/bench.json --benchmark-storage file://build/benchmarks \
 		--benchmark-columns median,iqr,rounds --benchmark-sort mean $(ARGS)
@@ -56,7 +56,7 @@ coverage: $(stamp) ## lines that the tests run; pages in build/coverage
 	@for part in $(sort $(wildcard pagedkern/*/)); do \
 		printf '%-28s %s %%\n' $$part "$$($(run) -m coverage report --format total --include "$$part*")"; done
 
-dist: $(stamp) build/tools ## wheel and sdist in dist/, checked, installed into an empty environment and tried
+dist: $(stamp) build/tools ## wheel and sdist in dist/, checked, installed, tried
 	rm -rf dist build/try
 	build/tools/bin/python -m build --outdir dist
 	build/tools/bin/python -m twine check --strict dist/*

@@ -237,8 +237,8 @@ def main() -> None:
         head = (
             "# Allocator: medians, one pinned core\n\n"
             f"Written by `python -m benchmarks.allocator --write`, {options.rounds} rounds in turn, Python "
-            f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores with {os.getloadavg()[1]:.0f} "
-            "processes waiting for them (load average). Times depend on that and on the machine: the ratios are what "
+            f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, load average "
+            f"{os.getloadavg()[1]:.0f}. Times depend on that and on the machine: the ratios are what "
             "counts.\n\n"
         )
         (HERE / "results").mkdir(exist_ok=True)

@@ -69,7 +69,7 @@ def _each(results: list[Result], part: Callable[[Result], str], folder: Path, na
 
 def _compared() -> str:
     remarks, records = side_by_side(RESULTS / "cpu_attention.txt")
-    blocks = [f"`{remarks[0]}`; {' '.join(remarks[1:])}."]
+    blocks = [f"`{remarks[0]}`. {'. '.join(remarks[1:])}."]
     return "\n\n".join([*blocks, *(f"{what}:\n\n{tables.compared(found)}" for what, found in records.items())])
 
 
