@@ -200,7 +200,8 @@ def _attention_arguments(
     if head_dim != keys.shape[3]:
         check.refuse("q", f"head_dim {head_dim}", f"that of k_cache, {keys.shape[3]}")
     if heads == 0 or heads % keys.shape[2]:
-        check.refuse("q", f"{heads} query heads", f"a multiple of the {keys.shape[2]} KV heads of k_cache")
+        shape = "[num_blocks, block_size, num_kv_heads, head_dim]"
+        check.refuse("q", f"{heads} query heads", f"a multiple of the {keys.shape[2]} KV heads of k_cache, {shape}")
 
     table = check.tensor("block_table", block_table, 2, "[num_seqs, width]")
     check.dtype("block_table", table, torch.int32)
