@@ -29,7 +29,7 @@ def _nothing(problem: Problem) -> bool:
 MAY_REFUSE: dict[str, Callable[[Problem], bool]] = {}
 """None of today's backends needs to: each computes every problem of the tests."""
 
-SAMPLED: dict[str, int] = {"triton": 4, "numba_cuda": 16}
+SAMPLED: dict[str, int] = {"triton": 7, "numba_cuda": 32}
 """Backends so slow under emulation that only every n-th case of each test runs, the first and the last among them; the
 cases of `test_cases.py` all run. CONTRACT=full runs everything everywhere."""
 
