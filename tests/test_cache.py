@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pagedkern import BlockAllocator, BlockIndexError, InvalidArgument, InvalidType, KVCache
+from pagedkern.scheduler import Scheduler
 
 
 @dataclass
@@ -230,6 +231,31 @@ def test_a_handmade_step_of_other_arrays(field: str, value: object, words: str) 
     assert make().inputs(handmade()).block_table.tolist() == [[0, 1]]
     with pytest.raises(InvalidArgument, match=words):
         make().inputs(handmade(**{field: value}))
+
+
+def test_an_allocator_of_other_blocks() -> None:
+    cache, allocator = make(), BlockAllocator(6, 8, num_host_blocks=3)
+    scheduler = Scheduler(BlockAllocator(6, 8), token_budget=8)
+    seq = allocator.create([1, 2, 3])
+    step = allocator.prefill([seq])
+    empty = scheduler.schedule()
+    assert empty.block_size is None
+    scheduler.complete(empty, [])
+    scheduler.add([1, 2, 3], max_tokens=1)
+    before = fill(cache)
+    for made in (step, scheduler.schedule()):
+        assert made.block_size == 8
+        with pytest.raises(
+            InvalidArgument, match=r"step: got one for blocks of 8 tokens, accepted is .* 4, as the cache"
+        ):
+            cache.inputs(made)
+    allocator.commit(step)
+    out = allocator.swap_out([seq])
+    with pytest.raises(InvalidArgument, match=r"plan: got one for blocks of 8 tokens, accepted is .* 4, as the cache"):
+        cache.apply(Plan().add("copy", (0, 1)), out)
+    assert all(
+        torch.equal(old, new) for old, new in zip(before, [x for i in range(2) for x in cache.layer(i)], strict=True)
+    )
 
 
 def test_what_is_no_step() -> None:

@@ -15,6 +15,7 @@ from pagedkern.allocator.undo import UndoLog
 from pagedkern.errors import InvalidArgument, InvalidType, StaleSequence
 
 if TYPE_CHECKING:
+    from pagedkern.allocator.allocator import BlockAllocator
     from pagedkern.allocator.cohort import Cohort
 
 IDLE, RUNNING, BROKEN_OFF = range(3)
@@ -27,7 +28,9 @@ Mark: TypeAlias = tuple[int, dict[str, int]]
 class Core:
     """Pools, prefix index, live sequences, plans in flight, undo log of one allocator."""
 
-    def __init__(self, owner: object, num_blocks: int, num_host_blocks: int, block_size: int, caching: bool) -> None:
+    def __init__(
+        self, owner: BlockAllocator, num_blocks: int, num_host_blocks: int, block_size: int, caching: bool
+    ) -> None:
         self.owner = owner
         self.block_size = block_size
         self.caching = caching

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from pagedkern.allocator.sequence import Sequence, State
 
 if TYPE_CHECKING:
+    from pagedkern.allocator.allocator import BlockAllocator
     from pagedkern.allocator.cohort import Cohort
     from pagedkern.allocator.prefix import Fill
 
@@ -114,7 +115,9 @@ class Plan:
         "seqs",
     )
 
-    def __init__(self, owner: object, ident: int, seqs: List[Sequence], moves: tuple[Move, ...] = ()) -> None:
+    def __init__(
+        self, owner: BlockAllocator | None, ident: int, seqs: List[Sequence], moves: tuple[Move, ...] = ()
+    ) -> None:
         self._owner = owner
         self._phase = Phase.IN_FLIGHT
         self._rows: list[Row] | None = []  # None: the cohort that made the step accounts for it
@@ -131,6 +134,13 @@ class Plan:
     def state(self) -> str:
         """ "in flight", "committed" or "aborted"."""
         return self._phase.value
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens a block, as the allocator counts them: the cache that carries the plan out must have the same. None of
+        a plan that no allocator made.
+        """
+        return None if self._owner is None else self._owner.block_size
 
     def _saved(self) -> tuple[Phase, int, int, int]:
         return self._phase, len(self._held), len(self._held_host), len(self._seals)
@@ -174,7 +184,7 @@ class Step(Plan):
     changed_rows: List[int]  # rows of block_table that differ from that of step number `base`
     base: int | None  # None: no earlier table to compare with, all rows are listed
 
-    def __init__(self, owner: object, ident: int, seqs: List[Sequence]) -> None:
+    def __init__(self, owner: BlockAllocator, ident: int, seqs: List[Sequence]) -> None:
         self._owner = owner
         self._phase = Phase.IN_FLIGHT
         self._held = []

@@ -10,7 +10,7 @@ from torch import Tensor
 from pagedkern import _arguments as check
 from pagedkern._arguments import ArrayLike
 from pagedkern.cache.inputs import PlannedStep, StepInputs, step_inputs, upload
-from pagedkern.cache.moves import Move, Plan, host_tensor, moves_of
+from pagedkern.cache.moves import Move, Plan, host_tensor, moves_of, same_blocks
 from pagedkern.cache.queues import IN, OUT, Immediate, Streams
 from pagedkern.cache.transfers import Transfers
 from pagedkern.errors import InvalidArgument, InvalidType
@@ -219,10 +219,12 @@ class KVCache:
             plans: `Step` and `Plan` of the allocator, `Batch` of the scheduler, in the order in which they were made.
 
         Raises:
-            InvalidArgument (BlockIndexError): a move of unknown kind, with lists of unequal length, with a block id
-                outside its pool, or with a destination named twice. All moves are checked before the first is carried
-                out.
+            InvalidArgument (BlockIndexError): a plan for blocks of another size; a move of unknown kind, with lists of
+                unequal length, with a block id outside its pool, or with a destination named twice. All moves are
+                checked before the first is carried out.
         """
+        for plan in plans:
+            same_blocks("plan", plan, self.block_size)
         moves = [move for plan in plans for move in moves_of(plan, self.num_blocks, self.num_host_blocks)]
         brings = any(move.kind == "swap_in" for move in moves)
         tables = _tables(plans) if brings else []
@@ -261,7 +263,11 @@ class KVCache:
         """What the operations need to know of a step, as tensors: on a CPU over the step's own buffers, else copied.
 
         The copy is made on the current stream; on a GPU it waits for nothing.
+
+        Raises:
+            InvalidArgument: the step is of an allocator with another block size, or made by hand and not as described.
         """
+        same_blocks("step", step, self.block_size)
         return step_inputs(step, self.device)
 
 

@@ -67,6 +67,11 @@ class Batch:
         return tuple(move for plan in self.plans for move in plan.moves)
 
     @property
+    def block_size(self) -> int | None:
+        """Tokens a block, as the allocator counts them; None of a batch without plans."""
+        return self.plans[0].block_size if self.plans else None
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """The steps that the rows come from: rows that grow, then rows of prompts. None, one or two."""
         return tuple(plan for plan in self.plans if isinstance(plan, Step))
