@@ -112,6 +112,6 @@ def host_tensor(name: str, buffer: Any, dtype: torch.dtype, ndim: int = 1) -> Te
         check.refuse(name, f"a buffer of format {view.format!r}, {view.ndim} dimensions", accepted)
     if not view.c_contiguous:
         check.refuse(name, "a strided buffer", accepted)
-    return (
-        torch.frombuffer(view, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
-    )  # torch refuses empty ones
+    if not view.nbytes:
+        return torch.empty(0, dtype=dtype)  # torch refuses a buffer of nothing
+    return torch.frombuffer(view, dtype=dtype)

@@ -72,7 +72,7 @@ class CpuBackend:
         return CpuConfig.from_dict(fields)
 
     def attention(self, call: AttentionCall, config: Config) -> None:
-        """Compute section 4 into `call.out` and `call.lse`.
+        """Compute what `paged_attention` documents into `call.out` and `call.lse`.
 
         Lengths are copied before anything else, so another thread may change them at any time. The block table is read
         where it stands, each id checked as it is used: whoever writes it during the call gets undefined numbers or a
@@ -95,7 +95,7 @@ class CpuBackend:
         """Copy blocks in every cache.
 
         Raises:
-            BlockIndexError: a block id is out of range; nothing was copied.
+            BlockIndexError: a block id is out of range, or a destination given twice; nothing was copied.
         """
         _launch().copy_blocks(call)
 

@@ -8,6 +8,7 @@ from numba.core.types import int64
 from torch import Tensor
 
 from pagedkern.backends.base import ITEMSIZE, AttentionCall, CopyCall, WriteCall
+from pagedkern.backends.checked import check_copy
 from pagedkern.backends.cpu import convert, kernels, plan, store
 from pagedkern.backends.cpu.jit import Entry, TargetValue, record, target
 from pagedkern.backends.cpu.micro import LINE, TILE
@@ -180,13 +181,7 @@ def _rows(new: Tensor, cache: Tensor, scale: Tensor | None) -> tuple[store.Rows,
 def copy_blocks(call: CopyCall) -> None:
     """See `base.CopyCall`."""
     src, dst = _copy(call.src_blocks), _copy(call.dst_blocks)
-    for i, cache in enumerate(call.caches):
-        for name, ids in (("src_blocks", src), ("dst_blocks", dst)):
-            wrong = (ids < 0) | (ids >= cache.shape[0])
-            if bool(wrong.any()):
-                at = int(wrong.nonzero()[0, 0])
-                most = cache.shape[0] - 1
-                raise BlockIndexError(f"{name}[{at}] is {int(ids[at])}, accepted is 0 to {most} (caches[{i}])")
+    check_copy(CopyCall(call.caches, src, dst))
     pairs = list(zip(src.tolist(), dst.tolist(), strict=True))
     apart = {s for s, _ in pairs}.isdisjoint(d for _, d in pairs)
     for cache in call.caches:

@@ -68,7 +68,7 @@ class TritonBackend:
         return TritonConfig.from_dict(fields)
 
     def attention(self, call: AttentionCall, config: Config) -> None:
-        """Compute section 4 into `call.out` and `call.lse` on the current stream, without synchronising."""
+        """Compute what `paged_attention` documents into `call.out` and `call.lse`; nothing waits on the host."""
         _launch().attention(call, TritonConfig.expect(config))
 
     def write_kv(self, call: WriteCall) -> None:

@@ -87,9 +87,17 @@ def test_copies(name: str, block: int) -> None:
     before = [c.clone() for c in caches]
     ids = {"src_blocks": torch.tensor([0, 1]), "dst_blocks": torch.tensor([2, 3])}
     ids[name][1] = block
-    with pytest.raises(BlockIndexError, match=re.escape(f"{name}[1] is {block}, accepted is 0 to")):
+    with pytest.raises(BlockIndexError, match=re.escape(f"{name}[1]: got {block}, accepted is 0 .. 3")):
         CpuBackend().copy_blocks(CopyCall(caches, ids["src_blocks"], ids["dst_blocks"]))
     assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True)), "copied before all ids were checked"
+
+
+def test_a_destination_given_twice() -> None:
+    cache = torch.randn(4, 2)
+    before = cache.clone()
+    with pytest.raises(BlockIndexError, match="dst_blocks: got block 2 twice, accepted is each destination once"):
+        CpuBackend().copy_blocks(CopyCall([cache], torch.tensor([0, 1, 3]), torch.tensor([2, 3, 2])))
+    assert torch.equal(cache, before)
 
 
 class Then:
