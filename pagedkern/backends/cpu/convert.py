@@ -5,13 +5,20 @@ that costs least. It differs for bfloat16, where a vector of 32-bit words holds 
 even ones, a mask the odd ones; or, where pairs are multiplied natively, in that in which two rows are woven. The query
 is brought into kernel order once, the result out of it once.
 
-float8_e4m3fn becomes float16 bits by moving exponent and mantissa into place, which leaves the value 256 times too
-small (the exponent biases are 7 and 15); `UNIT` holds that factor, for a scale that is applied anyway.
+Where pairs of bfloat16 are multiplied natively, numbers of 8 bits become bfloat16 too: `bytes_to_pairs` finds each of
+the two bytes in a table of 128 by 7 bits, and copies the sign. An int8 is found by its magnitude, and comes out divided
+by 64: so 128, of which 7 bits are those of 0, becomes 2.0, which is 0 with one bit set.
+
+Elsewhere float8_e4m3fn becomes float16 bits by moving exponent and mantissa into place, which leaves the value 256
+times too small (the exponent biases are 7 and 15). `unit` gives such factors, for a scale that is applied anyway.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable
+from functools import cache
 
 from llvmlite import ir
 from numba.core.types import float32, int64, void
@@ -19,15 +26,24 @@ from numba.core.types import float32, int64, void
 from pagedkern.backends.base import ITEMSIZE
 from pagedkern.backends.cpu import simd
 from pagedkern.backends.cpu.jit import LITERAL, TARGET, TargetKey, emitter
-from pagedkern.backends.cpu.simd import F16, F32, I8, I16, I32, Builder, Value, const
+from pagedkern.backends.cpu.simd import F16, F32, I1, I8, I16, I32, Builder, Value, const
 
-UNIT = {"float8_e4m3fn": 256.0}
+SHORT = {"float8_e4m3fn": 256.0}  # what `widen` leaves out
 CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4, "int8": 5}
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
+def unit(key: TargetKey) -> float:
+    """What the numbers of `widen_cache` and `bytes_to_pairs` are still to be multiplied by."""
+    if key.tables:
+        return 64.0 if key.kv_dtype == "int8" else 1.0
+    return SHORT.get(key.kv_dtype, 1.0)
+
+
 def units(key: TargetKey) -> int:
     """Vectors of float32 in one chunk of a cache row."""
+    if key.tables:
+        return 4
     return 2 if key.kv_dtype == "bfloat16" else 1
 
 
@@ -41,6 +57,8 @@ def kernel_order(key: TargetKey) -> list[list[int]]:
     n = key.lanes
     if units(key) == 1:
         return [list(range(n))]
+    if key.tables:  # first bytes, then words are woven: each vector has 4 of each 16
+        return [[16 * k + 4 * u + i for k in range(n // 4) for i in range(4)] for u in range(4)]
     if key.dot:
         return woven_order(n)
     return [list(range(0, 2 * n, 2)), list(range(1, 2 * n, 2))]
@@ -61,8 +79,50 @@ def weave(b: Builder, x: Value, y: Value) -> list[Value]:
     return [b.bitcast(simd.pick(b, x, y, [j for c in half for j in (c, c + 2 * n)]), i32) for half in woven_order(n)]
 
 
+def weave_bytes(b: Builder, x: Value, y: Value) -> list[Value]:
+    """64 bytes of x and y in turn: the lower eight of each 16, and the upper eight."""
+    n = x.type.count
+    halves = ([16 * k + i + half for k in range(n // 16) for i in range(8)] for half in (0, 8))
+    return [simd.pick(b, x, y, [j for c in half for j in (c, c + n)]) for half in halves]
+
+
+def bytes_to_pairs(b: Builder, key: TargetKey, x: Value) -> list[Value]:
+    """64 bytes of a cache by `key.tables`: two vectors of bfloat16, in the order of `weave_bytes`."""
+    upper, lower = _tables(key.kv_dtype)
+    sign = b.and_(x, const(x.type, 0x80))
+    if key.kv_dtype == "int8":
+        x = simd.call(b, f"llvm.abs.{simd.suffix(x.type)}", x.type, x, ir.Constant(I1, 0))
+    low, high = simd.look_up(b, lower, x), b.or_(simd.look_up(b, upper, x), sign)
+    if key.kv_dtype == "int8":
+        words = ir.VectorType(I16, x.type.count // 2)
+        shifted = b.bitcast(b.lshr(b.bitcast(x, words), const(words, 1)), x.type)
+        high = b.or_(high, b.and_(shifted, const(x.type, 0x40)))
+    return weave_bytes(b, low, high)
+
+
+@cache
+def _tables(dtype: str) -> tuple[list[int], list[int]]:
+    """The upper and the lower byte of the bfloat16 for each of 7 bits."""
+    if dtype == "int8":
+        values = [i / 64 for i in range(128)]
+    else:
+        values = [_float8(dtype, i) for i in range(128)]
+    bits = [struct.unpack("<I", struct.pack("<f", x))[0] for x in values]
+    return [x >> 24 for x in bits], [x >> 16 & 0xFF for x in bits]
+
+
+def _float8(dtype: str, bits: int) -> float:
+    """The value of a float8 without sign."""
+    mantissa = {"float8_e4m3fn": 3, "float8_e5m2": 2}[dtype]
+    if bits >= {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}[dtype]:
+        return math.inf if bits == 0x7C else math.nan
+    exponent, rest = bits >> mantissa, bits % (1 << mantissa)
+    bias = (1 << (6 - mantissa)) - 1
+    return math.ldexp(rest + ((1 << mantissa) if exponent else 0), max(exponent, 1) - bias - mantissa)
+
+
 def widen(b: Builder, key: TargetKey, dtype: str, address: Value, count: Value | None = None) -> Value:
-    """`lanes` elements as float32 in natural order, those from `count` on as zero; e4m3 is short of `UNIT`."""
+    """`lanes` elements as float32 in natural order, those from `count` on as zero; e4m3 is short of `SHORT`."""
     n = key.lanes
     i32, f32 = ir.VectorType(I32, n), ir.VectorType(F32, n)
     if dtype == "float32":
@@ -85,9 +145,14 @@ def widen(b: Builder, key: TargetKey, dtype: str, address: Value, count: Value |
 
 def widen_cache(b: Builder, key: TargetKey, address: Value, count: Value | None = None) -> list[Value]:
     """One chunk of a cache row in kernel order, as `units(key)` vectors of float32."""
+    i32, f32 = ir.VectorType(I32, key.lanes), ir.VectorType(F32, key.lanes)
+    if key.tables:
+        x = simd.load(b, ir.VectorType(I8, chunk(key)), address, count)
+        words = ir.VectorType(I16, 2 * key.lanes)
+        halves = [b.bitcast(half, words) for half in bytes_to_pairs(b, key, x)]
+        return [b.bitcast(x, f32) for half in halves for x in weave(b, const(words, 0), half)]
     if key.kv_dtype != "bfloat16":
         return [widen(b, key, key.kv_dtype, address, count)]
-    i32, f32 = ir.VectorType(I32, key.lanes), ir.VectorType(F32, key.lanes)
     x = simd.load(b, ir.VectorType(I16, 2 * key.lanes), address, count)
     if key.dot:
         return [b.bitcast(half, f32) for half in weave(b, const(x.type, 0), x)]
@@ -204,8 +269,8 @@ def widen_row(b: Builder, key: TargetKey, dtype: str, src: Value, dst: Value, n:
 
     def body(start: Value, rest: Value | None) -> None:
         x = widen(b, key, dtype, b.add(src, b.mul(start, simd.i64(ITEMSIZE[dtype]))), rest)
-        if dtype in UNIT:
-            x = b.fmul(x, const(x.type, UNIT[dtype]))
+        if dtype in SHORT:
+            x = b.fmul(x, const(x.type, SHORT[dtype]))
         simd.store(b, x, b.add(dst, b.mul(start, simd.i64(4))))
 
     _for_chunks(b, key.lanes, n, body)
@@ -242,20 +307,15 @@ def reorder_row(b: Builder, key: TargetKey, row: Value, chunks: Value, to_kernel
     """Bring a float32 row of whole chunks into kernel order, or out of it, in place."""
     if units(key) == 1:
         return
-    n = key.lanes
-    kind = ir.VectorType(F32, n)
-    orders = kernel_order(key)
+    n = chunk(key)
+    order = [c for vector in kernel_order(key) for c in vector]
     if not to_kernel:
-        place = [c for half in orders for c in half]
-        inverse = [place.index(c) for c in range(2 * n)]
-        orders = [inverse[:n], inverse[n:]]
+        order = [order.index(c) for c in range(n)]
 
     def body(i: Value, _: list[Value]) -> list[Value]:
-        first = b.add(row, b.mul(i, simd.i64(8 * n)))
-        second = b.add(first, simd.i64(4 * n))
-        x, y = simd.load(b, kind, first), simd.load(b, kind, second)
-        simd.store(b, simd.pick(b, x, y, orders[0]), first)
-        simd.store(b, simd.pick(b, x, y, orders[1]), second)
+        at = b.add(row, b.mul(i, simd.i64(4 * n)))
+        x, y = (simd.load(b, ir.VectorType(F32, n // 2), b.add(at, simd.i64(half))) for half in (0, 2 * n))
+        simd.store(b, simd.pick(b, x, y, order), at)
         return []
 
     simd.loop(b, chunks, [], body)

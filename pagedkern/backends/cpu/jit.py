@@ -28,6 +28,8 @@ from llvmlite import binding
 from numba import extending as extending_module
 from numba.core import types
 
+from pagedkern.backends.base import ITEMSIZE
+
 log = logging.getLogger("pagedkern")
 PATIENCE = 0.7  # seconds without a note; loading from the disk takes less
 F = TypeVar("F", bound=Callable[..., Any])
@@ -88,7 +90,12 @@ class TargetKey(NamedTuple):
     kv_dtype: str  # dtype of the cache, a key of `base.ITEMSIZE`
     lanes: int  # float32 lanes of one vector
     half: bool  # the processor converts float16 itself
-    dot: bool  # q and the cache are bfloat16, and the processor multiplies pairs of them (AVX512-BF16)
+    dot: bool  # q is bfloat16, so is what is read, and the processor multiplies pairs of it (AVX512-BF16)
+
+    @property
+    def tables(self) -> bool:
+        """Whether bfloat16 are made of 8 bits, by tables in registers (AVX512-VBMI)."""
+        return self.dot and ITEMSIZE[self.kv_dtype] == 1
 
 
 class Target(types.Type):
@@ -134,25 +141,26 @@ def sources() -> list[Path]:
     return sorted(Path(__file__).parent.glob("*.py"))
 
 
-ISAS = ("native", "avx2", "portable")
+ISAS = ("native", "avx512", "avx2", "portable")
 
 
 @cache
 def target(kv_dtype: str, isa: str = "native", q_dtype: str = "float32") -> TargetValue:
     """The target for a cache dtype and a query dtype.
 
-    isa: "native" is the best of this processor; the others emit what a lesser one would get: "avx2" vectors of 32
-    bytes, "portable" of 16 and no conversion instructions.
+    isa: "native" is the best of this processor; the others emit what a lesser one would get: "avx512" vectors of 64
+    bytes without bfloat16, "avx2" of 32 bytes, "portable" of 16 and no conversion instructions.
     """
     if isa == "portable":
         return TargetValue(TargetKey(kv_dtype, 4, half=False, dot=False))
-    if isa == "avx2":
-        return TargetValue(TargetKey(kv_dtype, 8, half=True, dot=False))
+    if isa in ("avx512", "avx2"):
+        return TargetValue(TargetKey(kv_dtype, 16 if isa == "avx512" else 8, half=True, dot=False))
     features = {name for name, on in binding.get_host_cpu_features().items() if on}
     wide = {"avx512bw", "avx512vl"} <= features
     lanes = 16 if wide else 8 if "avx2" in features else 4
     arm = platform.machine().lower() in ("aarch64", "arm64")
-    dot = wide and "avx512bf16" in features and kv_dtype == q_dtype == "bfloat16"
+    needed = {"avx512bf16"} if kv_dtype == "bfloat16" else {"avx512bf16", "avx512vbmi"}
+    dot = wide and q_dtype == "bfloat16" and kv_dtype not in ("float16", "float32") and needed <= features
     return TargetValue(TargetKey(kv_dtype, lanes, "f16c" in features or arm, dot))
 
 

@@ -162,6 +162,9 @@ def _load_queries(c: Args, w: Work, group: int, own: int, target: TargetValue) -
     for r in range(rows):
         token, head = find_row(c, group, r)
         src, dst = c.q + token * c.q_token + head * c.q_head, own + r * w.q_row
+        if w.tables:
+            _weave_query(c, src, dst)
+            continue
         if w.pairs:
             copy(dst, src, 2 * c.d)
             continue
@@ -172,6 +175,14 @@ def _load_queries(c: Args, w: Work, group: int, own: int, target: TargetValue) -
         else:
             widen_row(target, "bfloat16", src, dst, c.d)
         reorder_row(target, dst, w.q_row // (4 * w.chunk), 1)
+
+
+@inlined
+def _weave_query(c: Args, src: int, dst: int) -> None:
+    """A row of q as `convert.weave_bytes` orders it: of each 64 elements, the lower 8 of each 16, then the others."""
+    for i in range(0, c.d, 8):
+        at = i // 64 * 64 + i % 16 * 4 + i % 64 // 16 * 8
+        copy(dst + 2 * at, src + 2 * i, 2 * min(8, c.d - i))
 
 
 @inlined
@@ -277,8 +288,9 @@ def _sum_values(c: Args, w: Work, rows: int, head: int, values: int, ahead: int,
                     e += 4 * w.lanes
                 else:
                     part = min(left, w.chunk)
+                    tail, p_row = (p, P_ROW) if w.tables else (s, S_ROW)
                     for x in range(n):
-                        accumulate(target, 1, "chunk", step, s + x * S_ROW, v, e * w.item,
+                        accumulate(target, 1, "chunk", step, tail + x * p_row, v, e * w.item,
                                    o + x * w.o_row + 4 * e, w.o_row, a + 4 * x, part, 0)  # fmt: skip
                     e += w.chunk
             for x in range(n):

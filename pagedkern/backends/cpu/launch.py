@@ -36,7 +36,7 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     """See `base.AttentionCall`. `isa` is for tests: "portable" leaves out what only some processors have."""
     tg = target(_name(call.k_cache.dtype), isa, _name(call.q.dtype))
     neutral = target("float32", isa)
-    args, keep = _args(call, span)
+    args, keep = _args(call, span, tg)
     n_groups, n_items, n_partial, read, status, where, value = PLAN.get(neutral)(args, 1, 0, 0, neutral)
     if status == plan.BAD_LENGTH:
         most = f"{args.width} blocks * {args.block_size} tokens"
@@ -66,7 +66,7 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     del keep
 
 
-def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
+def _args(call: AttentionCall, span: int, tg: TargetValue) -> tuple[plan.Args, list[Tensor]]:
     """The record of a call, and the tensors that its addresses point into."""
     keep: list[Tensor] = []
 
@@ -83,7 +83,6 @@ def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
     q, k, v, out, lse = call.q, call.k_cache, call.v_cache, call.out, call.lse
     item, size = q.element_size(), k.element_size()
     k_stride, v_stride = k.stride(), v.stride()
-    dtype = _name(k.dtype)
     args = plan.Args(
         q=q.data_ptr(), q_token=q.stride(0) * item, q_head=q.stride(1) * item, q_code=convert.CODES[_name(q.dtype)],
         k=k.data_ptr(), k_block=k_stride[0] * size, k_slot=k_stride[1] * size, k_head=k_stride[2] * size,
@@ -97,7 +96,7 @@ def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
         seqs=call.seq_lens.shape[0], tokens=q.shape[0], heads=q.shape[1], kv_heads=k.shape[2],
         d=q.shape[2], e=v.shape[3],
         blocks=k.shape[0], block_size=k.shape[1], causal=int(call.causal), window=call.sliding_window or 0, span=span,
-        scale=float(call.scale), cap=float(call.softcap or 0.0), unit=convert.UNIT.get(dtype, 1.0),
+        scale=float(call.scale), cap=float(call.softcap or 0.0), unit=convert.unit(tg.key),
     )  # fmt: skip
     return args, keep
 
@@ -135,7 +134,8 @@ def _work(
         groups=groups, items=items, n_items=n_items, counters=counters.data_ptr(),
         partials=_ceil(partials.data_ptr(), LINE), scratch=_ceil(scratch.data_ptr(), LINE), scratch_size=at,
         chunk=chunk, lanes=lanes,
-        lines=-(-max(args.d, args.e) * item // LINE), item=item, pairs=int(tg.key.dot),
+        lines=-(-max(args.d, args.e) * item // LINE), item=item,
+        pairs=int(tg.key.dot), tables=int(tg.key.tables),
         q_row=q_row, o_row=o_row, **sizes,
     )  # fmt: skip
     return work, [counters, partials, scratch]

@@ -16,9 +16,9 @@ from numba.core.types import float32, int64, void
 
 from pagedkern.backends.base import ITEMSIZE
 from pagedkern.backends.cpu import simd
-from pagedkern.backends.cpu.convert import chunk, narrow, units, weave, widen_cache
+from pagedkern.backends.cpu.convert import bytes_to_pairs, chunk, narrow, units, weave, weave_bytes, widen_cache
 from pagedkern.backends.cpu.jit import LITERAL, TARGET, TargetKey, emitter
-from pagedkern.backends.cpu.simd import F32, I16, I32, I64, NEG_INF, Builder, Value, const, i64
+from pagedkern.backends.cpu.simd import F32, I8, I16, I32, I64, NEG_INF, Builder, Value, const, i64
 
 TILE = 64  # tokens
 LINE = 64  # bytes of a cache line
@@ -66,9 +66,9 @@ def scores(
 ) -> None:
     """s[r, t] = <q[r], k[t]> for `rows` rows and `tokens` tokens.
 
-    q: float32, or bfloat16 in natural order for `key.dot`, [rows, padded d], row stride q_row bytes; keys: int64
-    [tokens] addresses of cache rows of d elements; s: float32 [rows, tokens], row stride s_row bytes. One accumulator
-    for each pair, folded at the end.
+    q: float32, or for `key.dot` bfloat16, in natural order or, for `key.tables`, that of `weave_bytes`; [rows, padded
+    d], row stride q_row bytes; keys: int64 [tokens] addresses of cache rows of d elements; s: float32 [rows, tokens],
+    row stride s_row bytes. One accumulator for each pair, folded at the end.
     """
     kind = ir.VectorType(F32, key.lanes)
     words = ir.VectorType(I32, key.lanes)
@@ -76,7 +76,7 @@ def scores(
     q_at = [b.add(q, b.mul(q_row, i64(r))) for r in range(rows)]
     step, size = chunk(key), ITEMSIZE[key.kv_dtype]
 
-    def add_pairs(i: Value, acc: list[Value], rest: Value | None) -> list[Value]:
+    def add_words(i: Value, acc: list[Value], rest: Value | None) -> list[Value]:
         acc = list(acc)
         offset = b.mul(i, i64(step * size))
         tile = [simd.load(b, ir.VectorType(I16, step), b.add(k_at[t], offset), rest) for t in range(tokens)]
@@ -86,9 +86,23 @@ def scores(
                 acc[r * tokens + t] = simd.dot_pairs(b, acc[r * tokens + t], b.bitcast(tile[t], words), x)
         return acc
 
+    def add_bytes(i: Value, acc: list[Value], rest: Value | None) -> list[Value]:
+        acc = list(acc)
+        offset = b.mul(i, i64(step))
+        tile = [simd.load(b, ir.VectorType(I8, step), b.add(k_at[t], offset), rest) for t in range(tokens)]
+        tile = [bytes_to_pairs(b, key, x) for x in tile]  # all at once, and rows after that: so they fit into registers
+        for r in range(rows):
+            for h in (0, 1):
+                x = simd.load(b, words, b.add(q_at[r], b.add(b.shl(offset, i64(1)), i64(h * step))))
+                for t in range(tokens):
+                    acc[r * tokens + t] = simd.dot_pairs(b, acc[r * tokens + t], b.bitcast(tile[t][h], words), x)
+        return acc
+
     def add_chunk(i: Value, acc: list[Value], rest: Value | None) -> list[Value]:
+        if key.tables:
+            return add_bytes(i, acc, rest)
         if key.dot:
-            return add_pairs(i, acc, rest)
+            return add_words(i, acc, rest)
         acc = list(acc)
         offset = b.mul(i, i64(step * size))
         tile = [widen_cache(b, key, b.add(k_at[t], offset), rest) for t in range(tokens)]
@@ -133,11 +147,11 @@ def accumulate(
 ) -> None:
     """o[r] = o[r] * alpha[r] + sum over some tokens of p[r, t] * v[t], for some columns of `rows` rows.
 
-    tokens: an even number of them; p: float32 [rows, TILE], for "wide" of `key.dot` bfloat16; values: int64 [tokens]
-    addresses, columns starting `offset` bytes behind them; o: float32, row stride o_row bytes; alpha: float32 [rows];
-    ahead: as in `prefetch_rows`, of which the same columns of half as many tokens are prefetched. `source` says what
-    `values` lead to: "wide" and "chunk" cache rows, of which four vectors, or one chunk of `count` elements, are taken;
-    "packed" float32 rows in kernel order.
+    tokens: an even number of them; p: float32 [rows, TILE], but bfloat16 for "wide" of `key.dot`, and for "chunk" of
+    `key.tables`; values: int64 [tokens] addresses, columns starting `offset` bytes behind them; o: float32, row stride
+    o_row bytes; alpha: float32 [rows]; ahead: as in `prefetch_rows`, of which the same columns of half as many tokens
+    are prefetched. `source` says what `values` lead to: "wide" and "chunk" cache rows, of which four vectors, or one
+    chunk of `count` elements, are taken; "packed" float32 rows in kernel order.
     """
     n, size = key.lanes, ITEMSIZE[key.kv_dtype]
     kind = ir.VectorType(F32, n)
@@ -162,18 +176,26 @@ def accumulate(
         for line in range(-(-vectors * n * size // LINE)):
             simd.prefetch(b, b.add(address, i64(LINE * line)))
 
-    def add_pair(i: Value, carried: list[Value]) -> list[Value]:  # of tokens
-        carried = list(carried)
-        t = b.shl(i, i64(1))
-        for x in (0, 1):
-            prefetch(b.add(t, i64(x)))
+    def read_pair(t: Value) -> list[Value]:  # of tokens, woven
         names = b.add(values, b.mul(t, i64(8)))
         at = [b.add(simd.load(b, I64, b.add(names, i64(8 * x))), offset) for x in (0, 1)]
-        step = chunk(key)
-        v = []
+        step, v = chunk(key), []
+        if key.tables:
+            two = [simd.load(b, ir.VectorType(I8, step), a, count if source == "chunk" else None) for a in at]
+            found = [x for half in weave_bytes(b, *two) for x in bytes_to_pairs(b, key, half)]
+            return [b.bitcast(x, ir.VectorType(I32, n)) for x in found]
         for u in range(0, vectors * n, step):
             two = [simd.load(b, ir.VectorType(I16, step), b.add(a, i64(u * size))) for a in at]
             v += weave(b, *two)
+        return v
+
+    def add_pair(i: Value, carried: list[Value]) -> list[Value]:
+        carried = list(carried)
+        t = b.shl(i, i64(1))
+        if source == "wide":
+            for x in (0, 1):
+                prefetch(b.add(t, i64(x)))
+        v = read_pair(t)
         for r in range(rows):
             weights = simd.load(b, I32, b.add(b.add(p, i64(2 * TILE * r)), b.mul(t, i64(2))))
             weights = simd.splat(b, weights, n)
@@ -193,7 +215,7 @@ def accumulate(
                 carried[r * vectors + u] = simd.fma(b, v[u], x, carried[r * vectors + u])
         return carried
 
-    if source == "wide" and key.dot:
+    if (key.dot and source == "wide") or (key.tables and source == "chunk"):
         acc = simd.loop(b, b.lshr(tokens, i64(1)), acc, add_pair)
     else:
         acc = simd.loop(b, tokens, acc, add_token)

@@ -80,7 +80,7 @@ class Args(NamedTuple):
     span: int  # tokens, a multiple of TILE
     scale: float
     cap: float  # 0: none
-    unit: float  # `convert.UNIT` of the cache dtype
+    unit: float  # `convert.unit`
 
 
 @inlined

@@ -30,6 +30,7 @@ class Work(NamedTuple):
     lanes: int  # elements of one vector
     item: int  # bytes of one element of a cache
     pairs: int  # whether pairs of bfloat16 are multiplied: `TargetKey.dot`
+    tables: int  # whether they come from tables: `TargetKey.tables`
     q_row: int  # bytes of a row of Q, whole chunks
     o_row: int  # bytes of a row of O, whole chunks
     lines: int  # cache lines of a cache row

@@ -69,6 +69,12 @@ def dot_pairs(b: Builder, acc: Value, x: Value, y: Value) -> Value:
     return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", acc.type, acc, x, y)
 
 
+def look_up(b: Builder, table: Sequence[int], at: Value) -> Value:
+    """The byte of a table of 128 that the lower 7 bits of each of 64 bytes name; AVX512-VBMI."""
+    lower, upper = (ir.Constant(at.type, list(half)) for half in (table[:64], table[64:]))
+    return call(b, "llvm.x86.avx512.vpermi2var.qi.512", at.type, lower, at, upper)
+
+
 def itemsize(kind: Any) -> int:
     element = kind.element if isinstance(kind, ir.VectorType) else kind
     return {F16: 2, F32: 4}.get(element) or element.width // 8

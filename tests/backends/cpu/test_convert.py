@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagedkern.backends.cpu.convert import convert_row, reorder_row, widen_row
+from pagedkern.backends.base import AttentionCall
+from pagedkern.backends.cpu import CpuBackend, CpuConfig
+from pagedkern.backends.cpu.convert import chunk, convert_row, kernel_order, reorder_row, widen_row
 from pagedkern.backends.cpu.jit import ISAS, target
 
 SMALL = {"float16": 16, "bfloat16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "int8": 8}  # bits
@@ -151,13 +153,68 @@ def test_quantize_nan(dtype: str, isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ["float32", *SMALL])
-def test_kernel_order_and_back(dtype: str, isa: str) -> None:
+@pytest.mark.parametrize("q_dtype", ["float32", "bfloat16"])
+def test_kernel_order_and_back(q_dtype: str, dtype: str, isa: str) -> None:
     @numba.njit
-    def run(target_: object, row: int, chunks: int) -> None:
-        reorder_row(target_, row, chunks, 1)
-        reorder_row(target_, row, chunks, 0)
+    def run(target_: object, row: int, chunks: int, to_kernel: bool) -> None:
+        if to_kernel:
+            reorder_row(target_, row, chunks, 1)
+        else:
+            reorder_row(target_, row, chunks, 0)
 
+    to = target(dtype, isa, q_dtype)
     x = torch.arange(128.0)
     y = x.clone()
-    run(target(dtype, isa), y.data_ptr(), 2)
+    run(to, y.data_ptr(), 128 // chunk(to.key), True)
+    order = torch.tensor(kernel_order(to.key)).flatten()
+    assert torch.equal(y.view(-1, chunk(to.key)), x.view(-1, chunk(to.key))[:, order])
+    run(to, y.data_ptr(), 128 // chunk(to.key), False)
     assert torch.equal(x, y)
+
+
+def one_token(dtype: str, q: Tensor, k: Tensor, v: Tensor, isa: str) -> tuple[Tensor, Tensor]:
+    """Out [H, E] and lse [H] of rows q [H, D] that see one token, k [D] and v [E]."""
+    out, lse = torch.full((1, len(q), len(v)), torch.nan, dtype=q.dtype), torch.full((1, len(q)), torch.nan)
+    one = torch.ones(1) if torch.empty(0, dtype=getattr(torch, dtype)).element_size() == 1 else None
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    caches = k.view(1, 1, 1, -1), v.view(1, 1, 1, -1)
+    options = (1.0, True, None, None, None, None, one, one, out, lse)
+    CpuBackend(isa).attention(AttentionCall(q[None], *caches, table, lens, None, 1, *options), CpuConfig(1024))
+    return out[0], lse[0]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("heads", [1, 3, 4, 9])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_every_pattern_as_a_value(dtype: str, heads: int, isa: str) -> None:
+    """What one token says comes out as it is: each fits into bfloat16. 256 columns, and some that fill no vector."""
+    for width in (256, 200, 75, 1):
+        v = patterns(dtype)[-width:]
+        out, _ = one_token(dtype, torch.ones(heads, 8, dtype=torch.bfloat16), torch.ones(8).to(v.dtype), v, isa)
+        for row in out:
+            assert_equal_bits(row + 0.0, v.to(torch.bfloat16) + 0.0)  # -0 may come out as 0
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_every_pattern_as_a_key(dtype: str, isa: str) -> None:
+    """Rows of q that pick one element each: the score, which is the lse of a single token, is that element."""
+    for width in (256, 200, 75, 1):
+        k = patterns(dtype)[-width:]
+        finite = k.float().isfinite()
+        k = torch.where(finite, k.float(), 0.0).to(k.dtype)  # 0 * NaN of the others would be NaN
+        v = torch.ones(4).to(k.dtype)
+        _, lse = one_token(dtype, torch.eye(width, dtype=torch.bfloat16), k, v, isa)
+        assert_equal_bits(lse + 0.0, k.float() + 0.0)
+        for bad in patterns(dtype)[-width:][~finite]:
+            _, lse = one_token(dtype, torch.ones(5, width, dtype=torch.bfloat16), torch.full_like(k, bad), v, isa)
+            want = torch.nan if bad.float() > 0 else bad.float()  # softmax of an infinite score is inf - inf
+            assert_equal_bits(lse, torch.full((5,), float(want)))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_zeros_give_zero(isa: str) -> None:
+    zeros = torch.zeros(96, dtype=torch.int8)
+    out, lse = one_token("int8", torch.randn(4, 96).to(torch.bfloat16), zeros, zeros, isa)
+    assert not out.any()
+    assert not lse.any()

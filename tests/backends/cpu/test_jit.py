@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pagedkern.backends.base import ITEMSIZE
 from pagedkern.backends.cpu import jit
 from pagedkern.backends.cpu.jit import ISAS, Target, target
 
@@ -83,10 +84,32 @@ def test_the_digest_covers_every_file() -> None:
     assert {"jit.py", "simd.py", "convert.py", "micro.py", "kernels.py", "plan.py", "store.py", "memory.py"} <= names
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
 def test_targets(kv_dtype: str) -> None:
-    keys = {isa: target(kv_dtype, isa, kv_dtype).key for isa in ISAS}
+    keys = {isa: target(kv_dtype, isa, "bfloat16").key for isa in ISAS}
     assert keys["portable"] == jit.TargetKey(kv_dtype, 4, half=False, dot=False)
     assert keys["avx2"] == jit.TargetKey(kv_dtype, 8, half=True, dot=False)
+    assert keys["avx512"] == jit.TargetKey(kv_dtype, 16, half=True, dot=False)
     assert keys["native"].lanes in (4, 8, 16)
     assert not target(kv_dtype, "native", "float16").key.dot, "pairs need a query of bfloat16"
+
+
+PROCESSORS = {  # what LLVM says of them, as far as it matters here; then dot for bfloat16, for 8 bits
+    "Zen 4, Sapphire Rapids": ("avx2 f16c avx512bw avx512vl avx512bf16 avx512vbmi", 16, True, True),
+    "Cooper Lake": ("avx2 f16c avx512bw avx512vl avx512bf16", 16, True, False),
+    "Skylake": ("avx2 f16c avx512bw avx512vl", 16, False, False),
+    "Haswell": ("avx2 f16c", 8, False, False),
+    "Nehalem": ("", 4, False, False),
+}
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_the_best_of_a_processor(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    features, lanes, words, tables = PROCESSORS[processor]
+    monkeypatch.setattr(jit.binding, "get_host_cpu_features", lambda: dict.fromkeys(features.split(), True))
+    for kv_dtype in ITEMSIZE:
+        key = target.__wrapped__(kv_dtype, "native", "bfloat16").key
+        assert key.lanes == lanes
+        assert key.tables == (tables and ITEMSIZE[kv_dtype] == 1), kv_dtype
+        assert key.dot == (words if kv_dtype == "bfloat16" else key.tables), kv_dtype
+        assert not target.__wrapped__(kv_dtype, "native", "float32").key.dot

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pagedkern.backends.cpu import CpuBackend
+from pagedkern.backends.cpu.jit import ISAS
 from tests.backends.cpu.helpers import attend
 from tests.contract.checks import assert_exact, assert_same
 from tests.contract.problems import QUANTIZED, Spec, build
@@ -26,8 +27,8 @@ def with_dtype(spec: Spec, kv_dtype: str) -> Spec:
     return Spec(**{**vars(spec), "q_dtype": q_dtype, "kv_dtype": kv_dtype})
 
 
-@pytest.mark.parametrize("isa", ["avx2", "portable"])
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("isa", ISAS[1:])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("spec", [DECODE, MIXED], ids=["decode", "mixed"])
 def test_lesser_processors(spec: Spec, kv_dtype: str, isa: str) -> None:
     call = build(with_dtype(spec, kv_dtype))
@@ -51,7 +52,7 @@ WALKED = [
 ] + [Spec(heads=12, kv_heads=6, head_dim=72, seq_lens=(1500, 70), query_lens=(3, 7), block_size=24, layout="HND")]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "float8_e5m2"])
 @pytest.mark.parametrize("spec", WALKED, ids=["decode", "window", "speculative"])
 def test_heads_walked_together_or_apart(spec: Spec, kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = build(with_dtype(spec, kv_dtype))
