@@ -258,6 +258,25 @@ def test_an_allocator_of_other_blocks() -> None:
     )
 
 
+def test_an_allocator_of_more_blocks() -> None:
+    cache, allocator = make(), BlockAllocator(7, 4)
+    step = allocator.prefill([allocator.create([1, 2, 3])])
+    scheduler = Scheduler(BlockAllocator(7, 4), token_budget=8)
+    assert scheduler.schedule().num_blocks is None
+    scheduler = Scheduler(BlockAllocator(7, 4), token_budget=8)
+    scheduler.add([1, 2, 3], max_tokens=1)
+    for made in (step, scheduler.schedule()):
+        assert made.num_blocks == 7
+        with pytest.raises(InvalidArgument, match=r"step: got one for a pool of 7 blocks, accepted is .* at most 6"):
+            cache.inputs(made)
+        with pytest.raises(InvalidArgument, match=r"plan: got one for a pool of 7 blocks, accepted is .* at most 6"):
+            cache.apply(made)
+    fewer = BlockAllocator(5, 4)
+    step = fewer.prefill([fewer.create([1, 2, 3])])
+    cache.apply(step)
+    assert cache.inputs(step).seq_lens.tolist() == [3]
+
+
 def test_what_is_no_step() -> None:
     with pytest.raises(InvalidType, match="step: got NoneType, accepted is a Step or Batch"):
         make().inputs(None)

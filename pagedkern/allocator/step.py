@@ -142,6 +142,13 @@ class Plan:
         """
         return None if self._owner is None else self._owner.block_size
 
+    @property
+    def num_blocks(self) -> int | None:
+        """Blocks of the allocator's pool, not of this plan: the cache must have as many at the least. None of a plan
+        that no allocator made.
+        """
+        return None if self._owner is None else self._owner.num_blocks
+
     def _saved(self) -> tuple[Phase, int, int, int]:
         return self._phase, len(self._held), len(self._held_host), len(self._seals)
 

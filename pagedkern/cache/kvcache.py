@@ -219,12 +219,12 @@ class KVCache:
             plans: `Step` and `Plan` of the allocator, `Batch` of the scheduler, in the order in which they were made.
 
         Raises:
-            InvalidArgument (BlockIndexError): a plan for blocks of another size; a move of unknown kind, with lists of
-                unequal length, with a block id outside its pool, or with a destination named twice. All moves are
-                checked before the first is carried out.
+            InvalidArgument (BlockIndexError): a plan for blocks of another size or for more blocks; a move of unknown
+                kind, with lists of unequal length, with a block id outside its pool, or with a destination named twice.
+                All moves are checked before the first is carried out.
         """
         for plan in plans:
-            same_blocks("plan", plan, self.block_size)
+            same_blocks("plan", plan, self.block_size, self.num_blocks)
         moves = [move for plan in plans for move in moves_of(plan, self.num_blocks, self.num_host_blocks)]
         brings = any(move.kind == "swap_in" for move in moves)
         tables = _tables(plans) if brings else []
@@ -265,9 +265,10 @@ class KVCache:
         The copy is made on the current stream; on a GPU it waits for nothing.
 
         Raises:
-            InvalidArgument: the step is of an allocator with another block size, or made by hand and not as described.
+            InvalidArgument: the step is of an allocator with another block size or with more blocks, or made by hand
+                and not as described.
         """
-        same_blocks("step", step, self.block_size)
+        same_blocks("step", step, self.block_size, self.num_blocks)
         return step_inputs(step, self.device)
 
 

@@ -39,11 +39,14 @@ class Move(NamedTuple):
         return runs
 
 
-def same_blocks(name: str, plan: object, block_size: int) -> None:
-    """Refuse what an allocator of other blocks than the cache's has made. A plan made by hand need not say."""
+def same_blocks(name: str, plan: object, block_size: int, num_blocks: int) -> None:
+    """Refuse what an allocator of other blocks than the cache's, or of more, made. One made by hand need not say."""
     made_for = getattr(plan, "block_size", None)
     if made_for is not None and made_for != block_size:
         check.refuse(name, f"one for blocks of {made_for} tokens", f"one for blocks of {block_size}, as the cache has")
+    pool = getattr(plan, "num_blocks", None)
+    if pool is not None and pool > num_blocks:
+        check.refuse(name, f"one for a pool of {pool} blocks", f"one for at most {num_blocks}, as the cache has")
 
 
 def moves_of(plan: object, num_blocks: int, num_host_blocks: int) -> list[Move]:

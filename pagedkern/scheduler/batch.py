@@ -72,6 +72,11 @@ class Batch:
         return self.plans[0].block_size if self.plans else None
 
     @property
+    def num_blocks(self) -> int | None:
+        """Blocks of the allocator's pool; None of a batch without plans."""
+        return self.plans[0].num_blocks if self.plans else None
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """The steps that the rows come from: rows that grow, then rows of prompts. None, one or two."""
         return tuple(plan for plan in self.plans if isinstance(plan, Step))
