@@ -20,7 +20,7 @@ class Choice:
     backend: str
     config: Config
     tier: str  # "explicit", "tuned", "tuned-nearest" (another workload or device) or "default"
-    reason: str
+    reason: str  # of a default: a line for each backend that was passed over as well
     problem: Problem
     implementation: Backend = field(repr=False, compare=False)
 
@@ -112,7 +112,7 @@ def _default(problem: Problem) -> Choice:
         else:
             reason = implementation.supports(problem) if probe.available else probe.reason
         if reason is None:
-            why = "; ".join(["not tuned: first backend that supports the problem", *passed_over])
+            why = "\n  not ".join(["not tuned: first backend that supports the problem", *passed_over])
             return Choice(name, implementation.default_config(problem), "default", why, problem, implementation)
         passed_over.append(f"{name}: {reason}")
-    raise Unsupported(f"backend='auto': no backend can compute this: {'; '.join(passed_over)}")
+    raise Unsupported("\n  not ".join(["backend='auto': no backend can compute this", *passed_over]))

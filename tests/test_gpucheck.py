@@ -73,11 +73,19 @@ def test_a_part_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert "got 'abacus', accepted are agreement, " in capsys.readouterr().err
 
 
-def test_what_is_not_there_is_a_problem(tmp_path: Path) -> None:
-    code, result = run(tmp_path / "r.json", "--backends", "cpu,abacus", "--parts", "agreement", "--every", "40")
+def test_a_backend_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        __main__.main(["--backends", "cpu,abacus"])
+    assert "got 'abacus', accepted are triton, cupy, " in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_run_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    infos = [replace(info, available=False, reason="no abacus") if info.name == "cupy" else info for info in backends()]
+    monkeypatch.setattr(pagedkern, "backends", lambda: infos)
+    code, result = run(tmp_path / "r.json", "--backends", "cpu,cupy", "--parts", "agreement", "--every", "40")
     assert code == 1
-    assert "abacus: not available" in result["problems"]
-    assert any("agreement abacus" in line for line in result["problems"])
+    assert result["problems"] == ["cupy: no abacus"]
+    assert set(result["parts"]["agreement"]) == {"cpu"}
     assert result["parts"]["agreement"]["cpu"]["failed"] == []
 
 

@@ -19,6 +19,7 @@ from pagedkern.gpucheck.clock import Clock
 from pagedkern.gpucheck.problems import DECODE, PREFILL
 
 PARTS = ("agreement", "limits", "decode", "prefill", "operations", "swap", "graphs", "compile", "sanitizer", "contract")
+NOT_GPU = ("reference", "cpu")
 NEED_A_GPU = ("limits", "decode", "prefill", "operations", "swap", "graphs", "sanitizer", "configs")
 
 
@@ -28,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.monotonic()
     emulated = not torch.cuda.is_available()
     infos = pagedkern.backends()
-    available = [info.name for info in infos if info.available]
-    chosen = options.backends or [name for name in available if name not in ("reference", "cpu")]
+    wanted = options.backends or [info.name for info in infos if info.available and info.name not in NOT_GPU]
+    chosen = [info.name for info in infos if info.available and info.name in wanted]
     result: dict[str, Any] = {
         "machine": machine.describe(),
         "emulated": emulated,
@@ -41,9 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
         result["parts"][part] = check.run(part)
     result["seconds"] = round(time.monotonic() - start, 1)
     result["problems"] = _problems(result["parts"]) + [
-        f"{name}: not available" for name in chosen if name not in available
+        f"{info.name}: {info.reason}" for info in infos if info.name in wanted and not info.available
     ]
-    if not chosen:
+    if not wanted:
         result["problems"].append("no GPU backend can run here")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--backends",
-        type=lambda text: text.split(","),
+        type=_backends,
         metavar="NAMES",
         help="names joined by commas (default: all GPU backends that run here)",
     )
@@ -169,9 +170,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parts(text: str) -> list[str]:
+    return _names(text, [*PARTS, "configs"])
+
+
+def _backends(text: str) -> list[str]:
+    return _names(text, [info.name for info in pagedkern.backends()])
+
+
+def _names(text: str, accepted: list[str]) -> list[str]:
     names = text.split(",")
-    if unknown := [name for name in names if name not in (*PARTS, "configs")]:
-        raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, accepted are {', '.join(PARTS)}, configs")
+    if unknown := [name for name in names if name not in accepted]:
+        raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, accepted are {', '.join(accepted)}")
     return names
 
 
