@@ -54,6 +54,30 @@ def test_a_million_tokens(target: Target, block_size: int, kv_dtype: str) -> Non
     check_long_context(target, spec, (target.size(MILLION, 2**14) + 3, 5))
 
 
+@clause
+def check_rounded_weights(target: Target, kv_dtype: str, others: int) -> None:
+    spec = Spec(heads=1, kv_heads=1, head_dim=16, q_dtype="bfloat16", kv_dtype=kv_dtype, seq_lens=(others + 1,))
+    spec = replace(spec, scale=-math.log(0.50195), scale_kind="number")
+    [tokens] = contents(spec)
+    for x in (tokens.q, tokens.k, tokens.v):
+        x.zero_()
+    tokens.q[..., 0], tokens.k[1:, :, 0], tokens.v[1:] = 1, -1, 1
+    call = build(spec, [tokens], device=target.device)
+    if spec.quantized:
+        call.args["k_scale"] = call.args["v_scale"] = 1.0
+    got = target.attend(call)
+    total = 1 + others * 0.50195
+    assert abs(got.lse.item() - math.log(total)) <= 2e-6 * math.log(total)
+    assert (got.out.double() - (1 - 1 / total)).abs().max() <= 2**-8
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", *QUANTIZED])
+@pytest.mark.parametrize("others", [1, 70, 1000])
+def test_weights_between_two_bfloat16(target: Target, kv_dtype: str, others: int) -> None:
+    """0.50195 is 0.4 % off in bfloat16. Weights may be rounded to be multiplied; lse is of those that are not."""
+    check_rounded_weights(target, kv_dtype, min(others, target.size(1000, 70)))
+
+
 def test_a_million_tokens_in_blocks_of_one(target: Target) -> None:
     check_long_context(
         target, Spec(heads=2, kv_heads=1, head_dim=16, block_size=1, seq_lens=(1,)), (target.size(MILLION, 2**14),)

@@ -10,7 +10,7 @@ the two bytes in a table of 128 by 7 bits, and copies the sign. An int8 is found
 by 64: so 128, of which 7 bits are those of 0, becomes 2.0, which is 0 with one bit set.
 
 Elsewhere float8_e4m3fn becomes float16 bits by moving exponent and mantissa into place, which leaves the value 256
-times too small (the exponent biases are 7 and 15). `unit` gives such factors, for a scale that is applied anyway.
+times too small (the exponent biases are 7 and 15). `unit` gives such factors, which sums are multiplied by.
 """
 
 from __future__ import annotations
@@ -278,11 +278,13 @@ def widen_row(b: Builder, key: TargetKey, dtype: str, src: Value, dst: Value, n:
 
 @emitter(void, TARGET, LITERAL, int64, int64, int64, float32)
 def narrow_row(b: Builder, key: TargetKey, dtype: str, src: Value, dst: Value, n: Value, factor: Value) -> None:
-    """dst[:n] of dtype = src[:n] float32 times factor."""
+    """dst[:n] of dtype = src[:n] float32 times `unit`, times factor: not one product, which could overflow."""
     factor = simd.splat(b, factor, key.lanes)
 
     def body(start: Value, rest: Value | None) -> None:
         x = simd.load(b, ir.VectorType(F32, key.lanes), b.add(src, b.mul(start, simd.i64(4))), rest)
+        if unit(key) != 1.0:
+            x = b.fmul(x, const(x.type, unit(key)))
         bits = narrow(b, key, dtype, b.fmul(x, factor))
         simd.store(b, bits, b.add(dst, b.mul(start, simd.i64(ITEMSIZE[dtype]))), rest)
 

@@ -21,6 +21,7 @@ def save_span(c: Args, w: Work, group: int, index: int, own: int) -> None:
     for r in range(rows):
         put_f32(at + r * size, get_f32(own + w.at_m + 4 * r))
         put_f32(at + r * size + 4, get_f32(own + w.at_l + 4 * r))
+        put_f32(at + r * size + 8, get_f32(own + w.at_exact + 4 * r))
         copy(at + r * size + HEAD, own + w.at_o + r * w.o_row, w.o_row)
 
 
@@ -32,7 +33,7 @@ def merge_spans(c: Args, w: Work, group: int, own: int, target: TargetValue) -> 
     at = w.partials + get_i64(group + G_PARTIAL) * size
     clear(own + w.at_o, rows * w.o_row)
     for r in range(rows):
-        top, total = NOTHING, 0.0
+        top, total, exact = NOTHING, 0.0, 0.0
         for s in range(spans):
             top = max(top, get_f32(at + (s * rows + r) * size))
         for s in range(spans):
@@ -40,9 +41,11 @@ def merge_spans(c: Args, w: Work, group: int, own: int, target: TargetValue) -> 
             m, l = get_f32(part), get_f32(part + 4)  # noqa: E741
             factor = math.exp(m - top) if m > NOTHING else l  # nothing seen: l is 0, or NaN from a NaN key
             total += factor * l
+            exact += factor * get_f32(part + 8)
             axpy_row(target, own + w.at_o + r * w.o_row, part + HEAD, w.o_row // (4 * w.lanes), factor)
         put_f32(own + w.at_m + 4 * r, top)
         put_f32(own + w.at_l + 4 * r, total)
+        put_f32(own + w.at_exact + 4 * r, exact)
 
 
 @inlined
@@ -51,17 +54,18 @@ def finish_group(c: Args, w: Work, group: int, own: int, target: TargetValue) ->
     for r in range(get_i64(group + G_HEADS) * count_rows(c, group)):
         token, head = find_row(c, group, r)
         m, total = float(get_f32(own + w.at_m + 4 * r)), float(get_f32(own + w.at_l + 4 * r))
+        exact = float(get_f32(own + w.at_exact + 4 * r))
         top, factor = m, 1.0
         if c.sinks:
             sink = float(get_f32(c.sinks + 4 * head))
             top = max(m, sink)
             factor = math.exp(m - top) if m > NOTHING else total
-            total = factor * total + (math.exp(sink - top) if sink > NOTHING else 0.0)
+            weight = math.exp(sink - top) if sink > NOTHING else 0.0
+            total, exact = factor * total + weight, factor * exact + weight
         if c.lse:
-            lse = top + math.log(total) if total != 0.0 else NOTHING
+            lse = top + math.log(exact) if exact != 0.0 else NOTHING
             put_f32(c.lse + token * c.lse_token + head * c.lse_head, lse)
         factor = factor / total if total != 0.0 else 0.0
-        factor *= c.unit
         if c.v_scale:
             factor *= get_f32(c.v_scale + 4 * (head * c.kv_heads // c.heads))
         row, dst = own + w.at_o + r * w.o_row, c.out + token * c.out_token + head * c.out_head

@@ -115,6 +115,7 @@ def _span(c: Args, w: Work, item: int, following: int, names: int, ahead: int, o
     for r in range(heads * rows):
         put_f32(own + w.at_m + 4 * r, NOTHING)
         put_f32(own + w.at_l + 4 * r, 0.0)
+        put_f32(own + w.at_exact + 4 * r, 0.0)
     lo, hi = _range(c, group, get_i64(item + I_SPAN))
     if hi <= lo:
         return 0 if _name_first_tile(c, w, following, names, own) else -1
@@ -239,7 +240,7 @@ def _weights(c: Args, w: Work, group: int, head: int, j: int, own: int, target: 
     """Scores to softmax weights, row by row, with everything that depends on the row: mask, softcap, ALiBi."""
     per_kv, rows = c.heads // c.kv_heads, count_rows(c, group)
     kv_head, length = get_i64(group + G_HEAD) + head, get_i64(group + G_LENGTH)
-    scale = c.scale * c.unit
+    scale = c.scale
     if c.k_scale:
         scale *= get_f32(c.k_scale + 4 * kv_head)
     for r in range(rows):
@@ -251,10 +252,11 @@ def _weights(c: Args, w: Work, group: int, head: int, j: int, own: int, target: 
         if c.cap > 0.0:
             softcap_row(target, s, scale, c.cap)
             factor = 1.0
-        m, l = own + w.at_m + 4 * (head * rows + r), own + w.at_l + 4 * (head * rows + r)  # noqa: E741
+        at = own + 4 * (head * rows + r)
+        m, l, exact = at + w.at_m, at + w.at_l, at + w.at_exact  # noqa: E741
         put_f32(
             own + w.at_alpha + 4 * r,
-            softmax_row(target, s, own + w.at_p + r * P_ROW, first, last, slope, j - position, factor, m, l),
+            softmax_row(target, s, own + w.at_p + r * P_ROW, first, last, slope, j - position, factor, m, l, exact),
         )
 
 

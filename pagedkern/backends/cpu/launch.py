@@ -36,7 +36,7 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     """See `base.AttentionCall`. `isa` is for tests: "portable" leaves out what only some processors have."""
     tg = target(_name(call.k_cache.dtype), isa, _name(call.q.dtype))
     neutral = target("float32", isa)
-    args, keep = _args(call, span, tg)
+    args, keep = _args(call, span)
     n_groups, n_items, n_partial, read, status, where, value = PLAN.get(neutral)(args, 1, 0, 0, neutral)
     if status == plan.BAD_LENGTH:
         most = f"{args.width} blocks * {args.block_size} tokens"
@@ -66,7 +66,7 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     del keep
 
 
-def _args(call: AttentionCall, span: int, tg: TargetValue) -> tuple[plan.Args, list[Tensor]]:
+def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
     """The record of a call, and the tensors that its addresses point into."""
     keep: list[Tensor] = []
 
@@ -96,7 +96,7 @@ def _args(call: AttentionCall, span: int, tg: TargetValue) -> tuple[plan.Args, l
         seqs=call.seq_lens.shape[0], tokens=q.shape[0], heads=q.shape[1], kv_heads=k.shape[2],
         d=q.shape[2], e=v.shape[3],
         blocks=k.shape[0], block_size=k.shape[1], causal=int(call.causal), window=call.sliding_window or 0, span=span,
-        scale=float(call.scale), cap=float(call.softcap or 0.0), unit=convert.unit(tg.key),
+        scale=float(call.scale), cap=float(call.softcap or 0.0),
     )  # fmt: skip
     return args, keep
 
@@ -118,6 +118,7 @@ def _work(
         "at_p": rows * 2 * TILE,
         "at_m": rows * 4,
         "at_l": rows * 4,
+        "at_exact": rows * 4 if tg.key.dot else 0,
         "at_alpha": rows * 4,
         "at_names": 2 * NAMES,
         "at_packed": 8 * TILE,
@@ -127,6 +128,8 @@ def _work(
         sizes[name] = at
         at += _ceil(size, LINE)
     del sizes["q"]  # begins at 0
+    if not tg.key.dot:
+        sizes["at_exact"] = sizes["at_l"]
     counters = torch.zeros(plan.COUNTERS_SIZE // 8, dtype=torch.int64)
     partials = torch.empty(n_partial * (HEAD + o_row) + LINE, dtype=torch.uint8)
     scratch = torch.empty(n_threads * at + LINE, dtype=torch.uint8)

@@ -16,7 +16,7 @@ from numba.core.types import float32, int64, void
 
 from pagedkern.backends.base import ITEMSIZE
 from pagedkern.backends.cpu import simd
-from pagedkern.backends.cpu.convert import bytes_to_pairs, chunk, narrow, units, weave, weave_bytes, widen_cache
+from pagedkern.backends.cpu.convert import bytes_to_pairs, chunk, narrow, unit, units, weave, weave_bytes, widen_cache
 from pagedkern.backends.cpu.jit import LITERAL, TARGET, TargetKey, emitter
 from pagedkern.backends.cpu.simd import F32, I8, I16, I32, I64, NEG_INF, Builder, Value, const, i64
 
@@ -123,6 +123,8 @@ def scores(
     for start in range(0, len(acc), key.lanes):
         group = acc[start : start + key.lanes]
         total, owner = simd.sum_lanes(b, group)
+        if unit(key) != 1.0:
+            total = b.fmul(total, const(kind, unit(key)))
         for first in range(0, len(group), tokens):  # the scores of one row lie side by side
             r = (start + first) // tokens
             at = [owner.index(first + t) for t in range(tokens)]
@@ -224,7 +226,7 @@ def accumulate(
             simd.store(b, acc[r * vectors + u], o_at[r][u])
 
 
-@emitter(float32, TARGET, int64, int64, int64, int64, float32, int64, float32, int64, int64)
+@emitter(float32, TARGET, int64, int64, int64, int64, float32, int64, float32, int64, int64, int64)
 def softmax_row(
     b: Builder,
     key: TargetKey,
@@ -237,13 +239,15 @@ def softmax_row(
     scale: Value,
     m: Value,
     l: Value,  # noqa: E741
+    exact: Value,
 ) -> Value:
     """Turn one row of scores into weights, and carry maximum and sum on; returns the factor for what was summed before.
 
     s: float32 [TILE], scores in, exp(score - new maximum) out; tokens outside [first, last) of the tile are not seen.
     p: bfloat16 [TILE], the weights once more, for `key.dot` only; s then holds the rounded ones.
     slope, distance: ALiBi slope and position of the tile's first token less the query's. m, l: running maximum and sum,
-    float32. Where nothing was seen yet the maximum is -inf, and 0 stands in for it, so that no -inf - -inf occurs.
+    float32; exact: for `key.dot`, the sum of the weights before they are rounded. Where nothing was seen yet the
+    maximum is -inf, and 0 stands in for it, so that no -inf - -inf occurs.
     """
     n = key.lanes
     kind = ir.VectorType(F32, n)
@@ -272,12 +276,13 @@ def softmax_row(
     safe = b.select(b.fcmp_ordered("==", top, const(F32, NEG_INF)), const(F32, 0.0), top)
     base = simd.splat(b, safe, n)
 
-    def weigh(i: Value, sums: list[Value]) -> list[Value]:
+    def weigh(i: Value, sums: list[Value]) -> list[Value]:  # of what is multiplied; for `key.dot`, then of what was not
         sums = list(sums)
         for u in range(unroll):
             address = b.add(s, b.mul(b.add(b.mul(i, i64(unroll)), i64(u)), i64(4 * n)))
             x = simd.exp(b, b.fsub(simd.load(b, kind, address), base))
-            if key.dot:  # what is multiplied is what is summed
+            if key.dot:
+                sums[unroll + u] = b.fadd(sums[unroll + u], x)
                 short = narrow(b, key, "bfloat16", x)
                 simd.store(b, short, b.add(p, b.mul(b.add(b.mul(i, i64(unroll)), i64(u)), i64(2 * n))))
                 x = b.bitcast(b.shl(b.zext(short, ir.VectorType(I32, n)), const(ir.VectorType(I32, n), 16)), kind)
@@ -285,10 +290,11 @@ def softmax_row(
             sums[u] = b.fadd(sums[u], x)
         return sums
 
-    sums = simd.loop(b, turns, [const(kind, 0.0)] * unroll, weigh)
-    total = simd.fold(b, _pairwise(sums, b.fadd), b.fadd)
+    sums = simd.loop(b, turns, [const(kind, 0.0)] * (unroll * (2 if key.dot else 1)), weigh)
     alpha = b.extract_element(simd.exp(b, b.fsub(simd.splat(b, old, n), base)), ir.Constant(I32, 0))
-    simd.store(b, simd.fma(b, simd.load(b, F32, l), alpha, total), l)
+    for k, at in enumerate((l, exact) if key.dot else (l,)):
+        total = simd.fold(b, _pairwise(sums[k * unroll : (k + 1) * unroll], b.fadd), b.fadd)
+        simd.store(b, simd.fma(b, simd.load(b, F32, at), alpha, total), at)
     simd.store(b, top, m)
     return alpha
 

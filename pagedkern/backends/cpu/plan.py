@@ -80,7 +80,6 @@ class Args(NamedTuple):
     span: int  # tokens, a multiple of TILE
     scale: float
     cap: float  # 0: none
-    unit: float  # `convert.unit`
 
 
 @inlined

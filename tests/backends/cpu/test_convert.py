@@ -172,10 +172,10 @@ def test_kernel_order_and_back(q_dtype: str, dtype: str, isa: str) -> None:
     assert torch.equal(x, y)
 
 
-def one_token(dtype: str, q: Tensor, k: Tensor, v: Tensor, isa: str) -> tuple[Tensor, Tensor]:
-    """Out [H, E] and lse [H] of rows q [H, D] that see one token, k [D] and v [E]."""
+def one_token(dtype: str, q: Tensor, k: Tensor, v: Tensor, isa: str, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Out [H, E] and lse [H] of rows q [H, D] that see one token, k [D] and v [E], with `scale` for both."""
     out, lse = torch.full((1, len(q), len(v)), torch.nan, dtype=q.dtype), torch.full((1, len(q)), torch.nan)
-    one = torch.ones(1) if torch.empty(0, dtype=getattr(torch, dtype)).element_size() == 1 else None
+    one = torch.full((1,), scale) if torch.empty(0, dtype=getattr(torch, dtype)).element_size() == 1 else None
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     caches = k.view(1, 1, 1, -1), v.view(1, 1, 1, -1)
     options = (1.0, True, None, None, None, None, one, one, out, lse)
@@ -218,3 +218,13 @@ def test_zeros_give_zero(isa: str) -> None:
     out, lse = one_token("int8", torch.randn(4, 96).to(torch.bfloat16), zeros, zeros, isa)
     assert not out.any()
     assert not lse.any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_scales_near_the_end_of_float32(dtype: str, isa: str) -> None:
+    """What the kernels take out of the numbers of a cache is not put into a scale, where it might not fit."""
+    one = torch.ones(64).to(getattr(torch, dtype))
+    out, lse = one_token(dtype, torch.full((4, 64), 2.0**-119, dtype=torch.bfloat16), one, one, isa, 2.0**127)
+    assert torch.equal(out.float(), torch.full((4, 64), 2.0**127))
+    assert torch.equal(lse, torch.full((4,), 64 * 2.0**8))
