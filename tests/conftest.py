@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis profiles, threads, and no choice of the user's own autotuner.
+"""What all tests share: hypothesis profiles, threads, workers, and no choice of the user's own autotuner.
 
 Profiles, chosen by HYPOTHESIS_PROFILE: "default" draws the same bounded examples in every run, "fuzz" new ones, as many
 as FUZZ_EXAMPLES says (2,000 if unset).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,6 +26,16 @@ _fuzz = int(os.environ.get("FUZZ_EXAMPLES", "2000"))
 settings.register_profile("default", derandomize=True, max_examples=50, deadline=None, suppress_health_check=_slow)
 settings.register_profile("fuzz", max_examples=_fuzz, print_blob=True, deadline=None, suppress_health_check=_slow)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist asks
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadgroup, which `make test` uses."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from tests.together import Together
+
+    return Together(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

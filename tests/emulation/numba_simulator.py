@@ -28,13 +28,13 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import cache
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.emulation.simulated_blocks import EXCHANGES, OF_BLOCK, WARP, Block, Index, Place, Request, options, state
+from tests.emulation.simulated_blocks import EXCHANGES, OF_BLOCK, WARP, Block, Index, Request, options, place_of, state
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------
 
@@ -117,6 +117,8 @@ CASTS: dict[str, Callable[[Any], Any]] = {"float32": _float32, "float64": float}
 }
 """What `float32(x)`, `int64(x)` do in a kernel."""
 
+NUMBERS = {int, float, bool, np.float32}  # no types: Numba takes its time to find that out of each
+
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
 
@@ -163,15 +165,11 @@ def _index(size: Any) -> Index:
 # ---- The module that kernels see as `cuda` ---------------------------------------------------------------------------
 
 
-def _here(frame: FrameType) -> Place:
-    return frame.f_code, frame.f_lasti
-
-
 def _barrier(operation: str) -> Callable[..., Any]:
     def wait(mask: int = 0, value: Any = None, operand: Any = None) -> Any:
         thread = state.thread
         assert thread is not None
-        return thread.wait(Request(_here(sys._getframe(1)), operation, mask, value, operand))
+        return thread.wait(Request(place_of(sys._getframe(1)), operation, mask, value, operand))
 
     return wait
 
@@ -179,14 +177,14 @@ def _barrier(operation: str) -> Callable[..., Any]:
 def _block_barrier(operation: str) -> Callable[..., Any]:
     def wait(value: Any = None) -> Any:
         assert state.thread is not None
-        return state.thread.wait(Request(_here(sys._getframe(1)), operation, 0, value))
+        return state.thread.wait(Request(place_of(sys._getframe(1)), operation, 0, value))
 
     return wait
 
 
 def _syncwarp(mask: int = 0xFFFFFFFF) -> None:
     assert state.thread is not None
-    state.thread.wait(Request(_here(sys._getframe(1)), "syncwarp", mask))
+    state.thread.wait(Request(place_of(sys._getframe(1)), "syncwarp", mask))
 
 
 class _Shared:
@@ -195,7 +193,7 @@ class _Shared:
     def array(self, shape: int, dtype: Any, alignment: int | None = None) -> Any:
         assert state.thread is not None
         assert state.thread.block is not None
-        arrays, place = state.thread.block.shared, _here(sys._getframe(1))
+        arrays, place = state.thread.block.shared, place_of(sys._getframe(1))
         if place not in arrays:
             arrays[place] = _new_array(shape, dtype)
         return arrays[place]
@@ -342,10 +340,16 @@ def apply() -> None:
 
 def _calling(typed: Callable[..., Any]) -> Callable[..., Any]:
     """`float32(x)` of a number, at the speed of a cast; anything else as Numba means it."""
-    from numba import types
+    from numba.types import Type
 
     def call(self: Any, *args: Any) -> Any:
-        declares = len(args) != 1 or isinstance(args[0], types.Type)  # the type of a function
-        return typed(self, *args) if declares or state.thread is None else self.simulated_cast(args[0])
+        if len(args) == 1 and state.thread is not None:
+            value = args[0]
+            kind = type(value)
+            if kind is float and self.simulated_format in "fd" and not options.single_precision:
+                return value
+            if kind in NUMBERS or not isinstance(value, Type):
+                return self.simulated_cast(value)
+        return typed(self, *args)  # the type of a function
 
     return call

@@ -11,13 +11,32 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import greenlet
 
 WARP = 32
-Place = tuple[CodeType, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """An instruction of a kernel. There is one object for each, so that none is hashed by its code: that takes long."""
+
+    code: CodeType
+    at: int
+
+
+_places: dict[tuple[int, int], Place] = {}
+
+
+def place_of(frame: FrameType) -> Place:
+    """Where a frame stands."""
+    key = id(frame.f_code), frame.f_lasti
+    found = _places.get(key)
+    if found is None:
+        found = _places[key] = Place(frame.f_code, frame.f_lasti)
+    return found
 
 
 class DivergentBarrier(Exception):
@@ -172,7 +191,7 @@ class Block:
         places: dict[tuple[str, str], list[int]] = {}
         for thread in threads:
             assert thread.request is not None
-            code, at = thread.request.place
+            code, at = thread.request.place.code, thread.request.place.at
             line = next((n for start, end, n in code.co_lines() if start <= at < end), 0)
             where = f"{code.co_filename}:{line} in {code.co_name}"
             places.setdefault((thread.request.operation, where), []).append(thread.number)

@@ -13,7 +13,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton.language as tl  # noqa: E402
 from triton.language.extra.cuda import libdevice  # noqa: E402
+from triton.runtime import interpreter as original  # noqa: E402
 
+from tests.emulation import triton_interpreter  # noqa: E402
 from tests.emulation.memory import OutOfBounds  # noqa: E402
 
 NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -377,6 +379,44 @@ def test_programs_run_in_no_particular_order() -> None:
     counter, out = torch.zeros(1, dtype=torch.int32), torch.empty(32, dtype=torch.int32)
     order_kernel[(32,)](counter, out)
     assert out.tolist() != sorted(out.tolist()) == list(range(32))
+
+
+@triton.jit
+def shapes_kernel(x, counts, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    a, n = tl.load(x + i), tl.load(counts + i)
+    tl.store(out + i, tl.sum(a[:, None] * n[None, :] + a[None, :] - n, axis=1))
+    tl.store(out + BLOCK + i, 1 - n * tl.load(counts))
+
+
+def test_shapes_twice() -> None:
+    """What is worked out once holds for whatever comes later with the same types."""
+    for x in (torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.5, 8.0, 1.0, 2.0])):
+        n, out = x.to(torch.int32) + 3, torch.empty(2, 4)
+        shapes_kernel[(1,)](x, n, out, BLOCK=4)
+        assert torch.equal(out[0], (x[:, None] * n[None] + x[None] - n[None]).sum(1))
+        assert torch.equal(out[1], (1 - n * n[0]).float())
+
+
+@pytest.mark.parametrize("dtype", [tl.float32, tl.bfloat16, tl.int32, tl.uint8], ids=str)
+def test_numbers_that_are_equal_stay_what_they_are(dtype: tl.dtype) -> None:
+    """A number beside a tensor becomes what Triton makes of it, whatever equal one of another kind came before."""
+    builder = original.interpreter_builder
+    short, long = original.interpreter_semantic, original.TritonSemantic(builder)
+    with triton_interpreter._language():
+        block = tl.block_type(dtype, [4])
+        tensor = tl.tensor(triton_interpreter.packed([1, 2, 3, 4], dtype), block)
+        for number in (0, 0.0, -0.0, False, 1, 1.0, True, 2, 2.0, 1, -0.0):
+            for division in (False, True):
+                options = (False, False, True, division)
+                for pair in ((tensor, number), (number, tensor)):
+                    for got, want in zip(
+                        short.binary_op_type_checking_impl(*pair, *options),
+                        long.binary_op_type_checking_impl(*pair, *options),
+                        strict=True,
+                    ):
+                        assert got.type == want.type
+                        assert got.handle.data.tobytes() == want.handle.data.tobytes()
 
 
 @triton.jit

@@ -13,8 +13,6 @@ import pytest
 from examples import generate as example
 from tests.integrations.conftest import Judge, Real
 
-pytestmark = pytest.mark.xdist_group("the real model")
-
 FILE = Path(example.__file__)
 
 

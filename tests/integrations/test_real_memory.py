@@ -18,7 +18,7 @@ from pagedkern.scheduler import Costs
 from tests.integrations.conftest import Real
 from tests.integrations.models import left_padded, passing
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("the real model")]
+pytestmark = pytest.mark.timeout(600)
 
 CLOSE = 3e-4  # as in test_real_model.py: how far logits may be apart
 

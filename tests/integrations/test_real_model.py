@@ -19,10 +19,7 @@ from tests.integrations.conftest import NEW_TOKENS, Judge
 from tests.integrations.fan import Fan
 from tests.integrations.models import passing
 
-pytestmark = [
-    pytest.mark.timeout(600),  # seconds; half a minute each, on a core that does nothing else
-    pytest.mark.xdist_group("the real model"),  # with --dist loadgroup it is loaded once
-]
+pytestmark = pytest.mark.timeout(600)  # seconds; half a minute each, on a core that does nothing else
 
 SIZES = (1, 8, 16, 24, 256)
 BACKENDS = ("reference", "cpu")

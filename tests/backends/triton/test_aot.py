@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 FULL = os.environ.get("TRITON_AOT", "") == "full"
 EVERY = 1 if FULL else 53  # prime, so that a sample has each value of each axis
 LIMIT = 20000 if FULL else 1500  # seconds; some 200 on a quiet core
-pytestmark = [pytest.mark.xdist_group("triton_aot"), pytest.mark.timeout(LIMIT)]
+pytestmark = pytest.mark.timeout(LIMIT)
 
 
 def compiled(cells: Iterable[Cell]) -> list[Compiled]:
