@@ -177,18 +177,13 @@ def test_a_refusal_that_is_allowed_ends_the_check(register: Register, monkeypatc
 def test_auto_passes_over_what_cannot_do_it(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     """And `explain` says why."""
     register(TakesNoSinks)
-    others = dict(_LOCATIONS)
-    for name in others:
-        monkeypatch.delitem(_LOCATIONS, name)
-    for name in ("toy", *(n for n in others if n != "toy")):  # the toy is preferred
-        monkeypatch.setitem(_LOCATIONS, name, others[name])
+    toy = {"toy": _LOCATIONS["toy"]}
+    monkeypatch.setattr(pagedkern.backends, "_LOCATIONS", {**toy, **_LOCATIONS})  # the toy is preferred
     assert pagedkern.explain(**build(DECODE).args).backend == "toy"
     choice = pagedkern.explain(**build(FEATURES).args)
     assert choice.backend != "toy"
     assert "sinks are not implemented" in choice.reason
-    for name in others:
-        if name != "toy":
-            monkeypatch.delitem(_LOCATIONS, name)
+    monkeypatch.setattr(pagedkern.backends, "_LOCATIONS", toy)
     choices.choose.cache_clear()
     with pytest.raises(Unsupported, match="sinks are not implemented"):
         pagedkern.paged_attention(**build(FEATURES).args)
