@@ -200,7 +200,8 @@ def test_whatever_is_stored_says_where_when_and_with_what(home: Path, capsys: py
     for path in [*home.glob("tuned/*/*.json")]:
         for choice in json.loads(path.read_text())["choices"].values():
             assert choice["code"] == device.code("cpu") | {"kernel": choice["code"]["kernel"]}
-            assert choice["code"]["libraries"]["torch"] == torch.__version__
+            # PyPI's package is called 2.13.0 where the module says 2.13.0+cu130
+            assert torch.__version__.startswith(choice["code"]["libraries"]["torch"])
     assert {choice["driver"] for choice in made["choices"]} == {system}
     assert made["code"]["cpu"] == device.code("cpu")
     found = store.lookup(run.outcomes[0].space.workload.problem(16))

@@ -51,6 +51,16 @@ def test_attention_over_one_token_less_is_noticed(name: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("name", MOVING)
 def test_blocks_that_are_not_moved_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = KVCache.__init__
+
+    def poisoned(cache: KVCache, num_layers: int, *sizes: int, **options: Any) -> None:
+        """The memory may be that of a run before, and hold what should have been moved."""
+        made(cache, num_layers, *sizes, **options)
+        for layer in range(num_layers):
+            for tensor in cache.layer(layer):
+                tensor.fill_(torch.nan)
+
+    monkeypatch.setattr(KVCache, "__init__", poisoned)
     monkeypatch.setattr(KVCache, "apply", lambda *_: None)
     with pytest.raises(SystemExit, match="WRONG"):
         run_here(name, monkeypatch)
