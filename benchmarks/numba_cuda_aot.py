@@ -3,7 +3,7 @@
     python -m benchmarks.numba_cuda_aot --out docs/numba_cuda_kernels.md   the whole grid, as a page
     python -m benchmarks.numba_cuda_aot --every 20 --json                  each 20th cell, one JSON object a line
 
-Numba compiles to PTX, ptxas (of CUDA, or of the package nvidia-cuda-nvcc-cu12) to machine code; nothing runs. The
+Numba compiles to PTX, ptxas (of CUDA, or of the package nvidia-cuda-nvcc) to machine code; nothing runs. The
 command fails if anything could not be compiled.
 """
 
@@ -183,14 +183,14 @@ def _numbers(pattern: str, text: str) -> tuple[str, ...]:
 @cache
 def ptxas() -> Path:
     """ptxas of a CUDA toolkit, or of the packages that bring it."""
-    places = [Path(folder) / "nvidia/cuda_nvcc/bin/ptxas" for folder in sys.path]
-    places += [Path(folder) / "nvidia/cu13/bin/ptxas" for folder in sys.path]
+    places = [Path(folder) / "nvidia/cu13/bin/ptxas" for folder in sys.path]  # newer first: it reads older PTX
+    places += [Path(folder) / "nvidia/cuda_nvcc/bin/ptxas" for folder in sys.path]
     for place in places:
         if place.exists():
             return place
     found = shutil.which("ptxas")
     if found is None:
-        raise FileNotFoundError("no ptxas: pip install nvidia-cuda-nvcc-cu12, or a CUDA toolkit on PATH")
+        raise FileNotFoundError("no ptxas: pip install nvidia-cuda-nvcc, or a CUDA toolkit on PATH")
     return Path(found)
 
 

@@ -80,6 +80,10 @@ class Target:
         """Whether even emulated sizes are too much."""
         return self.emulated and self.name in SLOW
 
+    def short(self, query_lens: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Query lengths, where even emulated sizes are too much at most 9: still in several tiles of rows."""
+        return tuple(min(n, 9) for n in query_lens) if query_lens and self.slow else query_lens
+
     def __str__(self) -> str:
         return f"{self.name}-{self.device}"
 
