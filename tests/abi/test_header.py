@@ -237,6 +237,8 @@ def nvrtc() -> ctypes.CDLL:
     name = found[-1] if found else ctypes.util.find_library("nvrtc")
     if name is None:
         pytest.skip("no NVRTC: neither the package nvidia-cuda-nvrtc nor a libnvrtc of the system")
+    for builtins in Path(name).parent.glob("libnvrtc-builtins.so*"):  # which NVRTC of CUDA 13 does not find beside it
+        ctypes.CDLL(str(builtins))
     return ctypes.CDLL(name)
 
 
