@@ -22,6 +22,7 @@ _HOMES = {  # module: the public names that live there
         "PagedKernError",
         "StaleSequence",
         "Unsupported",
+        "WrongThread",
     ),
     "pagedkern.allocator": ("BlockAllocator", "Sequence", "Step", "Verdict"),
     "pagedkern.cache": ("KVCache",),
@@ -64,6 +65,7 @@ __all__ = [
     "Step",
     "Unsupported",
     "Verdict",
+    "WrongThread",
     "__version__",
     "backends",
     "copy_blocks",
@@ -91,6 +93,7 @@ if TYPE_CHECKING:
         PagedKernError,
         StaleSequence,
         Unsupported,
+        WrongThread,
     )
     from pagedkern.ops import Choice, copy_blocks, explain, merge_states, paged_attention, write_kv
 else:  # a type checker is shown the names themselves, so that it knows which there are not

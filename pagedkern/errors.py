@@ -33,5 +33,9 @@ class StaleSequence(PagedKernError, RuntimeError):
     """A sequence handle was used after free or swap-out, freed twice, or given to an allocator that did not make it."""
 
 
+class WrongThread(PagedKernError, RuntimeError):
+    """An allocator or scheduler was used by a thread that does not own it. Nothing was changed."""
+
+
 class AuditError(PagedKernError, AssertionError):
     """`check()` found an invariant broken. This is a bug in pagedkern or in code that wrote to its private state."""

@@ -17,7 +17,7 @@ from pagedkern.allocator.observe import EventLog
 from pagedkern.allocator.operation import OperationLog, look_again, operation, transaction
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.step import Phase, Plan, Step, Verdict
-from pagedkern.errors import AuditError, InvalidArgument, InvalidType
+from pagedkern.errors import AuditError, InvalidArgument, InvalidType, WrongThread
 
 
 class BlockAllocator(Facts):
@@ -48,8 +48,8 @@ class BlockAllocator(Facts):
     allocator. Whatever else a call runs (`__index__`, a signal handler, ids that are lazy in a list) may not:
     `InvalidArgument`.
 
-    **Threads.** No locks: one thread owns the allocator, the first that uses it. An assertion catches a second one
-    (not under `python -O`); `adopt` hands it over.
+    **Threads.** No locks: one thread owns the allocator, the first that uses it. A call from any other thread raises
+    `WrongThread`; `adopt` hands the allocator over.
 
     **Cost.** No operation depends on the size of the pool; a decode step of an unchanged batch costs some Python for
     each block begun or filled, and nothing in Python for the other sequences.
@@ -389,16 +389,22 @@ class BlockAllocator(Facts):
         """Make the calling thread the owner. The thread that owned the allocator must not be using it."""
         self._thread = get_ident()
 
+    def check_thread(self) -> None:
+        """Raise `WrongThread` unless the calling thread owns the allocator. The first that asks becomes its owner."""
+        thread = get_ident()
+        if self._thread is None:
+            self._thread = thread
+        elif self._thread != thread:
+            raise WrongThread(
+                f"this allocator belongs to thread {self._thread}, thread {thread} called it: "
+                "call adopt() in the thread that takes it over"
+            )
+
     def _idle(self, name: str) -> None:
-        """Refuse a call from within an operation."""
+        """Refuse a call from another thread, or from within an operation."""
+        self.check_thread()
         if self._core.busy:
             look_again(self._core, name)
-
-    def _claim(self) -> bool:
-        """Whether the calling thread is the owner, or becomes it as the first one."""
-        if self._thread is None:
-            self._thread = get_ident()
-        return self._thread == get_ident()
 
     def _prompt(self, tokens: int | Tokens) -> tuple[array[int], int, bool]:
         """The ids worth keeping, the length of the prompt, whether it takes part in the prefix cache."""

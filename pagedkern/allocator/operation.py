@@ -32,7 +32,6 @@ BUSY = "another operation of this allocator is running; what it calls may not ca
 
 P = ParamSpec("P")
 R = TypeVar("R")
-WRONG_THREAD = "a BlockAllocator belongs to one thread; call adopt() in the thread that takes it over"
 _SETTLED = frozenset((list, tuple, array, int, str, bytes, type(None), Sequence, Plan, Step))
 """Types of arguments that run no code of the caller's when they are iterated over, or that are not iterated over."""
 
@@ -48,7 +47,8 @@ def operation(
 
     @wraps(method)
     def run(self: BlockAllocator, *args: P.args, **kwargs: P.kwargs) -> R:
-        assert self._thread == get_ident() or self._claim(), WRONG_THREAD
+        if self._thread != get_ident():
+            self.check_thread()
         core = self._core
         if core.busy:
             look_again(core, method.__name__)
@@ -103,7 +103,7 @@ def look_again(core: Core, name: str) -> None:
 @contextmanager
 def transaction(self: BlockAllocator) -> Iterator[None]:
     """What `BlockAllocator.transaction` does."""
-    assert self._thread == get_ident() or self._claim(), WRONG_THREAD
+    self.check_thread()
     core = self._core
     if core.busy:
         look_again(core, "transaction")

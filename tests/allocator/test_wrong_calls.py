@@ -12,7 +12,7 @@ import torch
 
 from pagedkern.allocator import BlockAllocator, Sequence, Step, Verdict
 from pagedkern.allocator.arguments import token_ids
-from pagedkern.errors import AuditError, InvalidArgument, InvalidType, OutOfBlocks, StaleSequence
+from pagedkern.errors import AuditError, InvalidArgument, InvalidType, OutOfBlocks, StaleSequence, WrongThread
 from tests.allocator.world import fingerprint
 
 
@@ -312,22 +312,33 @@ def test_lookahead_reserves_blocks_that_later_tokens_use() -> None:
     allocator.check()
 
 
-def test_a_second_thread_is_caught() -> None:
+def test_a_second_thread_is_refused() -> None:
     allocator = BlockAllocator(4, 4)
     allocator.create(1)
-    caught: list[BaseException] = []
+    calls: list[Callable[[], object]] = [
+        lambda: allocator.create(1),
+        lambda: allocator.can_allocate(1),
+        lambda: allocator.append([], []),
+        lambda: allocator.transaction().__enter__(),
+        allocator.clear_cache,
+        allocator.snapshot,
+        allocator.record_events,
+        allocator.check_thread,
+    ]
+    refused: list[WrongThread] = []
 
     def use() -> None:
-        try:
-            allocator.create(1)
-        except AssertionError as error:
-            caught.append(error)
+        for call in calls:
+            try:
+                call()
+            except WrongThread as error:
+                refused.append(error)
 
     thread = threading.Thread(target=use)
     thread.start()
     thread.join()
-    assert len(caught) == 1
-    assert "one thread" in str(caught[0])
+    assert len(refused) == len(calls)
+    assert all("adopt()" in str(error) for error in refused)
     assert len(allocator.sequences) == 1
 
     thread = threading.Thread(target=lambda: (allocator.adopt(), allocator.create(1)))
