@@ -148,8 +148,6 @@ def test_a_copy_is_small() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_plan_in_flight_can_be_pickled(seed: int) -> None:
-    import random
-
     generator = random.Random(seed)
     world, seen = World(24, 3), 0
     for _ in range(120):
