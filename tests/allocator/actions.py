@@ -257,6 +257,7 @@ class World(Stepping):
         shadow = self.pick(a)
         if shadow:
             self.real.release_window(shadow.handle, b % (shadow.computed + 1))
+            shadow.windowed |= -1 in shadow.handle.block_ids
 
     def clear_cache(self, a: int, b: int, c: int) -> None:
         """As after a change of the model's weights: what is cached later has other values."""
@@ -323,7 +324,7 @@ class World(Stepping):
             self.dead.append(shadow.handle)  # a handle of another allocator now
             shadow.handle = handles[shadow.handle.id]
         self.real = restored
-        self.last_batch, self.last_list, self.tables = [], [], {}
+        self.last_batch, self.tables = [], {}
 
     def restored(self, state: dict[str, Any]) -> BlockAllocator:
         return BlockAllocator.restore(state)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedkern.allocator import BlockAllocator, BlockEvent
+from pagedkern.allocator import BlockAllocator, BlockEvent, Step
 from pagedkern.errors import OutOfBlocks
 from tests.allocator.actions import World
 from tests.allocator.shadow import Salt, Shadow, Span, Undo
@@ -252,9 +252,10 @@ class Watched(World):
     def check_reasons(self, events: list[BlockEvent]) -> None:
         """Each reason is possible."""
         removed = [e for e in events if e.kind == "removed"]
+        lost = {e.digest for e in removed}
         for event in removed:
             if event.reason == "orphaned":
-                ways = [d for d in self.index.behind(event.digest) if d not in self.index]
+                ways = [d for d in self.index.behind(event.digest) if d in lost or d not in self.index]
                 assert self.was_open or ways, f"{event}: all blocks before it are there"
             if event.reason == "evicted":
                 self.evicted[event.memory] += 1
@@ -363,7 +364,8 @@ class Watched(World):
             full = min(shadow.computed, shadow.known) // self.size
             filled[shadow.handle.id] = full
             table = shadow.handle.block_ids
-            if shadow.state != "live" or shadow.arriving or not shadow.begun or self.stopped(shadow):
+            away = shadow.arriving or not all(isinstance(flight.plan, Step) for flight in shadow.pending)
+            if shadow.state != "live" or away or not shadow.begun or self.stopped(shadow):
                 continue
             if (
                 full > self.filled.get(shadow.handle.id, full)
@@ -377,9 +379,11 @@ class Watched(World):
         self.filled = filled
 
     def stopped(self, shadow: Shadow) -> bool:
-        """Whether it is from before its salt was cleared, or nothing is cached at all."""
+        """Whether it is from before its salt was cleared, or lost its beginning, or nothing is cached at all."""
         place = type(shadow.salt), shadow.salt
-        return self.origins.get(place) != shadow.origin or not self.options.get("prefix_caching", True)
+        return (
+            shadow.windowed or self.origins.get(place) != shadow.origin or not self.options.get("prefix_caching", True)
+        )
 
     def drop(self, shadow: Shadow) -> None:
         full = min(shadow.computed, shadow.known) // self.size

@@ -42,6 +42,7 @@ class Shadow:
     begun: bool = False  # a step of it has been committed
     moved: bool = False  # a swap of it has been committed
     shared: bool = False  # it has been forked
+    windowed: bool = False  # it has given up blocks behind a window
     pending: list[Flight] = field(default_factory=list)
 
     def extend(self, tokens: Sequence[int], told: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagedkern.allocator import Step
 from pagedkern.errors import InvalidArgument
 from tests.allocator.oracle import Engine
 from tests.allocator.shadow import Row, Shadow
@@ -19,7 +20,6 @@ class Stepping(Engine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.last_batch: list[Shadow] = []
-        self.last_list: list[Any] = []  # the very list that `append` was given
         self.unknown = -1  # ids that the allocator does not know
 
     # Choosing.
@@ -107,47 +107,51 @@ class Stepping(Engine):
     ) -> bool:
         """`append` without prompts, `prefill` without tokens, else `mixed`. Returns whether there was room."""
         new = tokens or []
+        batch, ends = self.reach(growing, new, prompts or [], budget)
+        ahead = dict.fromkeys(growing, lookahead)
+        blocks = [
+            self.blocks_for(end + ahead.get(s, 0)) - s.scheduled // self.size
+            for s, end in zip(batch, ends, strict=True)
+        ]  # most that each can need
+        handles, others = [s.handle for s in growing], [s.handle for s in prompts or []]
+        given: Any = [t[0] for t in new] if c & 64 and all(len(t) == 1 for t in new) else new
+
+        def call() -> Step:
+            if prompts is None and told:
+                return self.real.append(handles, given, lookahead=lookahead)
+            if prompts is None:
+                return self.real.append(handles, None, num_tokens=len(new[0]) if new else 1)
+            if tokens is None:
+                return self.real.prefill(others, budget)
+            return self.real.mixed(handles, given, others, budget, lookahead=lookahead)
+
+        step = self.attempt(call, sum(blocks), self.real.num_free_blocks)
+        if step is None:
+            return False
+        if prompts is None:
+            self.last_batch = growing
+        rows = [Row(s, s.scheduled, end, len(s.tokens)) for s, end in zip(batch, ends, strict=True)]
+        for shadow, ids in zip(growing, new, strict=True):
+            shadow.extend(ids, told)
+        for row in rows:
+            row.shadow.scheduled = row.end
+        self.launch(step, rows, ahead, peek=bool(c & 32))
+        return True
+
+    def reach(
+        self, growing: list[Shadow], new: list[list[int]], prompts: list[Shadow], budget: int | None
+    ) -> tuple[list[Shadow], list[int]]:
+        """The rows of a step, and up to where each is computed: prompts get what the budget leaves, the first first."""
         ends = [len(s.tokens) + len(t) for s, t in zip(growing, new, strict=True)]
         left = None if budget is None else budget - sum(map(len, new))
-        for shadow in prompts or []:
+        for shadow in prompts:
             count = len(shadow.tokens) - shadow.scheduled
             if left is not None:
                 count = min(count, left)
                 left -= count
             if count:
                 ends.append(shadow.scheduled + count)
-        batch = [*growing, *(prompts or [])][: len(ends)]
-        most = 0
-        for i, (shadow, end) in enumerate(zip(batch, ends, strict=True)):
-            ahead = lookahead if i < len(growing) else 0
-            most += self.blocks_for(end + ahead) - shadow.scheduled // self.size
-        handles = [s.handle for s in growing]
-        others = [s.handle for s in prompts or []]
-        given: Any = [t[0] for t in new] if c & 64 and all(len(t) == 1 for t in new) else new
-        real = self.real
-        if prompts is None:
-            extra: dict[str, Any] = {"lookahead": lookahead} if lookahead else {}
-            if not told:
-                given = None
-                extra["num_tokens"] = len(new[0]) if new else 1
-            handles = handles if prompts is None and self.last_batch != growing else self.last_list
-            call = lambda: real.append(handles, given, **extra)  # noqa: E731
-        elif tokens is None:
-            call = lambda: real.prefill(others, budget)  # noqa: E731
-        else:
-            call = lambda: real.mixed(handles, given, others, budget, lookahead=lookahead)  # noqa: E731
-        step = self.attempt(call, most, real.num_free_blocks)
-        if step is None:
-            return False
-        if prompts is None:
-            self.last_batch, self.last_list = growing, handles
-        rows = [Row(s, s.scheduled, end, len(s.tokens)) for s, end in zip(batch, ends, strict=True)]
-        for shadow, ids in zip(growing, new, strict=True):
-            shadow.extend(ids, told)
-        for row in rows:
-            row.shadow.scheduled = row.end
-        self.launch(step, rows, dict.fromkeys(growing, lookahead), peek=bool(c & 32))
-        return True
+        return [*growing, *prompts][: len(ends)], ends
 
     # What is in flight.
 
