@@ -55,6 +55,13 @@ THEMES: dict[str, dict[str, int]] = {
         "create": 4, "prefill": 2, "mixed": 2, "append_ahead": 1, "append_again": 1, "pin": 1, "release_window": 1,
         "create_long": 0, "clear_cache": 0, "free_all": 0, "snapshot": 0, "begin_transaction": 0,
     },
+    "out and back": {
+        "drain": 1, "commit": 1, "abort": 6, "abort_all": 6, "swap_out": 9, "swap_in": 14, "fork": 9, "append_block": 6,
+        "append": 6, "append_again": 4, "create": 3, "prefill_all": 3, "truncate": 1,
+        **dict.fromkeys(("append_ahead", "append_known", "append_unknown", "clear_cache", "create_count", "create_long",
+            "begin_transaction", "end_transaction", "undo_transaction", "free_all", "mixed", "pin", "prefill",
+            "release_window", "snapshot", "stale"), 0),
+    },
     "much shared": {"fork": 12, "truncate": 6, "append": 8, "append_block": 8, "pin": 4, "swap_out": 1, "swap_in": 2},
     "little room": {"create": 12, "create_long": 4, "free": 8, "append_block": 8},
     "transactions": {"begin_transaction": 6, "end_transaction": 8, "undo_transaction": 4, "snapshot": 2},
@@ -68,7 +75,7 @@ def a_run(seed: int) -> tuple[dict[str, Any], list[Action]]:
     theme = list(THEMES)[seed % len(THEMES)]
     weights = {**dict.fromkeys(ACTIONS, 1), **WEIGHTS, **THEMES[theme]}
     names = [n for n in ACTIONS if n == "create" or generator.random() < 0.75 for _ in range(weights[n])]
-    roomy = theme in ("much in flight", "transactions")
+    roomy = theme in ("much in flight", "out and back", "transactions")
     shape = {
         "mode": generator.choice(["late", "eager", "mixed"]),
         "num_blocks": generator.choice([24, 40] if roomy else [6, 10, 16, 24]),
