@@ -19,8 +19,10 @@ SALTS: tuple[Salt, ...] = (None, None, None, None, "tenant", b"tenant", 7)
 class World(Stepping):
     """The engine with its actions."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, alike: bool = False, most: int = 8, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.alike = alike  # whether all prompts begin in the same way, under the same salt
+        self.most = most  # sequences
         self.options = options
         self.num_origins = 0
         self.action = ""  # the last one
@@ -37,8 +39,13 @@ class World(Stepping):
 
     def prompt(self, a: int, b: int) -> list[int]:
         length = self.size * (b % 4 + 1) if a & 8 else b % (4 * self.size) + bool(a & 6)
+        if self.alike:
+            return PROMPTS[0][:length]
         tail = [] if a % 5 else [b % 7, a % 7]
         return PROMPTS[a // 16 % 3][:length] + tail
+
+    def salt(self, c: int) -> Salt:
+        return None if self.alike else SALTS[c % len(SALTS)]
 
     def spans(self, length: int, c: int) -> list[Span]:
         """No keys for most prompts, else one or two."""
@@ -86,13 +93,16 @@ class World(Stepping):
         if self.lacking:
             self.lacking = False
             return "free_all" if self.shadows and not self.flights else "end_transaction" if self.open else "drain"
-        if name in GROWING and not any(s.scheduled == len(s.tokens) for s in live):
+        if name in (*GROWING, "branch") and not any(s.scheduled == len(s.tokens) for s in live):
             name = "prefill_all"
         if name in ("prefill", "prefill_all") and all(s.scheduled == len(s.tokens) for s in live):
-            return "append_known" if len(live) > 5 else "create"
-        if name in ("free", "free_all", "truncate", "fork", "pin", "release_window", "swap_out") and not live:
+            return "append_known" if len(live) > self.most // 2 else "create"
+        if (
+            name in ("free", "free_all", "truncate", "fork", "pin", "release_window", "swap_out", "come_back")
+            and not live
+        ):
             return "create"
-        if name in ("create", "create_count", "fork", "pin") and len(self.shadows) > 7:
+        if name in ("create", "create_count", "fork", "branch", "pin") and len(self.shadows) >= self.most:
             return "free"
         if name == "swap_in" and len(live) == len(self.shadows):
             return "swap_out"
@@ -103,16 +113,16 @@ class World(Stepping):
     # Sequences.
 
     def create(self, a: int, b: int, c: int) -> None:
-        tokens, salt, priority = self.prompt(a, b), SALTS[c // 7 % len(SALTS)], b // 64 % 4
+        tokens, salt, priority = self.prompt(a, b), self.salt(c // 7), b // 64 % 4
         keys, kept = self.spans(len(tokens), c), self.retention(len(tokens), a // 5)
         self.admit(tokens, salt, priority, keys, kept, again=bool(a // 64 % 2))
 
     def create_long(self, a: int, b: int, c: int) -> None:
         """More than is free, or just as much."""
-        length = (self.real.num_free_blocks + b % 3) * self.size - c % self.size
+        length = (self.real.num_free_blocks + (0, 0, 1, 0)[b % 4]) * self.size - c % self.size
         base = PROMPTS[a % 3]
         tokens = (base * (length // 64 + 1))[: max(0, length)]
-        shadow = self.admit(tokens, SALTS[c // 7 % len(SALTS)], 0)
+        shadow = self.admit(tokens, self.salt(c // 7), 0)
         if c & 3:
             self.doomed = shadow
 
@@ -159,6 +169,7 @@ class World(Stepping):
         size, table = self.size, shadow.handle.block_ids
         assert 0 <= shadow.cached < max(1, len(shadow.tokens))
         assert shadow.cached % size == 0 or shadow.cached == len(shadow.tokens) - 1
+        self.check_fences({f"device{b}" for b in table[self.blocks_for(shadow.cached + 1) :]})
         there = self.blocks_for(shadow.cached) * size
         for start in range(0, there, size):
             values, b = shadow.values[start : start + size], table[start // size]
@@ -168,21 +179,27 @@ class World(Stepping):
                 shadow.arriving = True
 
     def create_count(self, a: int, b: int, c: int) -> None:
-        count = a % (4 * self.size) + bool(b & 3)
+        self.admit_count(a % (4 * self.size) + bool(b & 3))
+
+    def admit_count(self, count: int) -> Shadow | None:
+        """A prompt of which only the length is known."""
         free = self.real.num_free_blocks
         verdict = self.real.can_allocate(count)
         handle = self.attempt(lambda: self.real.create(count), self.blocks_for(count), free)
         self.check_verdict(verdict, self.blocks_for(count), handle is not None)
-        if handle is not None:
-            self.created += 1
-            shadow = Shadow(handle, None, 0, 0)
-            shadow.extend(self.unknown_ids(count), told=False)
-            self.shadows.append(shadow)
+        if handle is None:
+            return None
+        self.created += 1
+        shadow = Shadow(handle, None, 0, 0)
+        shadow.extend(self.unknown_ids(count), told=False)
+        self.shadows.append(shadow)
+        return shadow
 
     def fork(self, a: int, b: int, c: int) -> None:
         shadow = self.pick(a)
         if c & 7:  # one that can be written to soon
             ready = [s for s in self.those() if s.tokens and s.scheduled == len(s.tokens)]
+            ready = [s for s in ready if c & 24 and len(s.tokens) % self.size] or ready
             shadow = ready[a % len(ready)] if ready else shadow
         if shadow:
             for handle in self.real.fork(shadow.handle, (1, 1, 2, 0)[b % 4]):
@@ -223,9 +240,12 @@ class World(Stepping):
         if shadow is None:
             return
         most = len(shadow.tokens)
-        length = b % (most + 1) if c % 3 == 0 else max(0, most - b % 7)
-        if c % 3 == 1:
+        length = b % (most + 1) if c % 4 == 0 else max(0, most - (b % 2 + 1 if c % 4 > 1 else b % 7))
+        if c % 4 == 1:
             length -= length % self.size
+        self.shorten(shadow, length)
+
+    def shorten(self, shadow: Shadow, length: int) -> None:
         table = shadow.handle.block_ids
         if length % self.size and table[length // self.size] < 0:
             self.refused(InvalidArgument, lambda: self.real.truncate(shadow.handle, length))
@@ -241,11 +261,9 @@ class World(Stepping):
         self.real.free(shadow.handle)
         self.shadows.remove(shadow)
         shadow.state = "freed"
-        if (
-            not shadow.begun and shadow.handle.id in self.asked
-        ):  # it is not counted, if nothing else is to be said of it
+        if not shadow.asked and shadow.handle.id in self.asked:  # then its question does not count, if that is all
             asked, found, _ = self.asked.pop(shadow.handle.id)
-            if shadow.shared or shadow.moved or shadow.pending:
+            if shadow.shared or shadow.begun or shadow.moved or shadow.pending:
                 self.asked[shadow.handle.id] = asked, found, False
         self.dead = [shadow.handle, *self.dead[:5]]
 
@@ -295,6 +313,49 @@ class World(Stepping):
             shadow.arriving = False
         assert {kind for kind, _, _ in plan.moves} <= {name}
         self.launch(plan, rows)
+
+    # What belongs together.
+
+    def branch(self, a: int, b: int, c: int) -> None:
+        """As a beam or a draft does: a fork; tokens for one of the two, and fewer and others for the other."""
+        shadow = self.pick(a)
+        if shadow is None or shadow.scheduled < len(shadow.tokens):
+            return
+        fork = self.add_fork(shadow, self.real.fork(shadow.handle)[0])
+        self.forked += 1
+        self.compare()
+        first, second = (shadow, fork) if a & 16 else (fork, shadow)
+        self.step([first], [[b % 3] * (1 + a // 32 % 2)], None, None, c)
+        self.compare()
+        self.shorten(second, max(0, len(second.tokens) - b % 4))
+        self.compare()
+        self.step([second], [[c % 3]], None, None, b)
+
+    def come_back(self, a: int, b: int, c: int) -> None:
+        """A prompt that only the host still has is asked for again, and changed."""
+        shadow = self.pick(a)
+        if shadow is None or self.open:
+            return
+        self.swap("swap_out", [shadow], "swapped out", self.real.num_free_host_blocks)
+        for flight in list(self.flights):
+            self.do_commit(flight)
+        self.compare()
+        self.drop(shadow)
+        self.compare()
+        filler = self.admit_count(self.real.num_free_blocks * self.size)
+        self.compare()
+        if filler:
+            self.drop(filler)
+        back = self.admit(shadow.tokens, shadow.salt, b % 4, shadow.keys)
+        if back is None:
+            return
+        self.compare()
+        fork = self.add_fork(back, self.real.fork(back.handle)[0]) if b & 4 else back
+        self.forked += fork is not back
+        self.shorten(back, max(0, len(back.tokens) - 1 - a // 4 % (self.size + 1)))
+        self.compare()
+        if back.scheduled == len(back.tokens):
+            self.step([back], [[c % 3]], None, None, b)
 
     # The whole.
 

@@ -23,6 +23,9 @@ from pagedkern.allocator import Sequence as Handle
 from pagedkern.errors import InvalidArgument, OutOfBlocks, PagedKernError
 from tests.allocator.shadow import Flight, Row, Salt, Shadow, Undo, Work
 
+MEMORY = {"copy": ("device", "device"), "swap_out": ("device", "host"), "swap_in": ("host", "device")}
+"""From where to where the blocks of a move go."""
+
 
 class Engine:
     """An allocator, the memory that it manages, and the shadows of its sequences."""
@@ -94,6 +97,10 @@ class Engine:
             work = [Work(r, list(r.shadow.values), r.start, r.end, (ahead or {}).get(r.shadow, 0)) for r in rows]
             self.check_step(plan, rows, ahead)
         flight = Flight(plan, rows, work, bool(self.open))
+        if not isinstance(plan, Step):
+            self.check_fences({MEMORY[kind][1] + str(b) for kind, _, dst in plan.moves for b in dst})
+        flight.touched = {MEMORY[kind][i] + str(b) for kind, *ends in plan.moves for i in (0, 1) for b in ends[i]}
+        flight.touched |= {"device" + str(b) for w in work for b in w.row.shadow.handle.block_ids}
         if isinstance(plan, Step) and peek:  # else the buffers are made when it runs
             flight.seen = self.buffers(plan)
             self.check_exclusive(plan, flight.seen[0])
@@ -130,6 +137,11 @@ class Engine:
         moves = [(kind, list(src), list(dst)) for kind, src, dst in step.moves]
         return used, [list(step.slot_mapping), list(step.seq_lens), list(step.cu_seqlens_q)], moves
 
+    def check_fences(self, fresh: set[str]) -> None:
+        """What is handed out is neither read nor written by a plan in flight."""
+        for flight in self.flights:
+            assert not fresh & flight.touched, f"handed out while {flight.plan} needs it: {fresh & flight.touched}"
+
     def check_exclusive(self, step: Step, table: list[list[int]]) -> None:
         """A block that is written belongs to its writer alone."""
         owners = Counter(b for shadow in self.those() for b in shadow.handle.block_ids)
@@ -160,13 +172,8 @@ class Engine:
         if self.pickles and plan.id % 3 == 0:
             plan = pickle.loads(pickle.dumps(plan))
             self.refused(InvalidArgument, lambda: self.real.commit(plan))
-        memories = {
-            "copy": (self.device,) * 2,
-            "swap_out": (self.device, self.host),
-            "swap_in": (self.host, self.device),
-        }
         for kind, src, dst in plan.moves:
-            source, target = memories[kind]
+            source, target = (getattr(self, memory) for memory in MEMORY[kind])
             assert len(set(dst)) == len(dst), f"{plan}: a block is moved to twice"
             contents = [source[b * size : (b + 1) * size] for b in src]
             for b, values in zip(dst, contents, strict=True):
@@ -243,6 +250,7 @@ class Engine:
                 shadow.arriving = False
                 shadow.begun |= isinstance(flight.plan, Step)
                 shadow.moved |= not isinstance(flight.plan, Step)
+                shadow.asked |= row.end > row.start
         for kind, src, _ in flight.plan.moves:
             self.copied += len(src) * (kind == "copy")
             self.moved_out += len(src) * (kind == "swap_out")

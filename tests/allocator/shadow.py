@@ -40,6 +40,7 @@ class Shadow:
     state: str = "live"
     arriving: bool = False  # some of its prefix is still to come from the host
     begun: bool = False  # a step of it has been committed
+    asked: bool = False  # tokens of it have been computed: its question counts
     moved: bool = False  # a swap of it has been committed
     shared: bool = False  # it has been forked
     windowed: bool = False  # it has given up blocks behind a window
@@ -99,6 +100,7 @@ class Flight:
     rows: list[Row]
     work: list[Work]
     inside: bool  # made in a transaction that is still open: it must not be carried out
+    touched: set[str] = field(default_factory=set)  # blocks that it reads or writes
     seen: Any = None  # the step's buffers when it was made
     executed: bool = False
     broken: bool = False  # an earlier step of a sequence that is freed never ran: what it reads is garbage

@@ -33,7 +33,7 @@ class Stepping(Engine):
 
     def ready(self, a: int) -> list[Shadow]:
         """Some that may be appended to."""
-        return self.some([s for s in self.those() if s.scheduled == len(s.tokens)], a)
+        return self.some([s for s in self.those() if s.scheduled == len(s.tokens)], a if a & 96 else -1)
 
     def waiting(self, a: int) -> list[Shadow]:
         """Some whose prompts are not computed and not in flight."""
@@ -125,9 +125,11 @@ class Stepping(Engine):
                 return self.real.prefill(others, budget)
             return self.real.mixed(handles, given, others, budget, lookahead=lookahead)
 
+        before = {b for s in batch for b in s.handle.block_ids}
         step = self.attempt(call, sum(blocks), self.real.num_free_blocks)
         if step is None:
             return False
+        self.check_fences({f"device{b}" for s in batch for b in s.handle.block_ids if b not in before})
         if prompts is None:
             self.last_batch = growing
         rows = [Row(s, s.scheduled, end, len(s.tokens)) for s, end in zip(batch, ends, strict=True)]
