@@ -199,7 +199,7 @@ class World(Stepping):
         shadow = self.pick(a)
         if c & 7:  # one that can be written to soon
             ready = [s for s in self.those() if s.tokens and s.scheduled == len(s.tokens)]
-            ready = [s for s in ready if c & 24 and len(s.tokens) % self.size] or ready
+            ready = [s for s in ready if c & 24 == 8 and len(s.tokens) % self.size] or ready
             shadow = ready[a % len(ready)] if ready else shadow
         if shadow:
             for handle in self.real.fork(shadow.handle, (1, 1, 2, 0)[b % 4]):
