@@ -16,12 +16,25 @@ class NoRoom(Exception):
 
 @dataclass(eq=False)
 class Node:
-    """One exact prefix that ends with a full block. Without a block it is found no more, nor what follows it."""
+    """One exact prefix that ends with a full block; without a parent, the empty prefix under a salt."""
 
     parent: Node | None = None
     tokens: tuple[int, ...] = ()
     blocks: dict[str, Block] = field(default_factory=dict)  # by memory: "device", "host"
     children: list[Node] = field(default_factory=list)
+
+    @property
+    def reached(self) -> bool:
+        """Whether it can be found: what loses its last block takes with it all that is behind it."""
+        return self.parent is None or bool(self.blocks)
+
+    def before(self) -> list[Node]:
+        """The prefixes that end before it, nearest first, but for the empty one."""
+        node, nodes = self.parent, []
+        while node is not None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes
 
 
 @dataclass(eq=False)
@@ -42,21 +55,75 @@ class Block:
     def cached(self) -> bool:
         return self.node is not None and self.node.blocks.get(self.pool.name) is self
 
+    @property
+    def idle(self) -> bool:
+        return self in self.pool.idle
+
+    @property
+    def reached(self) -> bool:
+        return self.node is not None and self.node.reached
+
     def forget(self) -> None:
-        """It is not cached any more."""
+        """It is not cached any more, nor is what cannot be found without it."""
         if self.cached:
             assert self.node is not None
             assert self.node.parent is not None
-            del self.node.blocks[self.pool.name]
-            self.pool.cached.remove(self)
-            if not self.node.blocks:
-                self.node.parent.children.remove(self.node)
-            self.node = None
+            node = self.node
+            self.leave()
+            if not node.blocks:
+                node.parent.children.remove(node)
+                forget_behind(node)
+        self.node = None
+
+    def leave(self) -> None:
+        """It alone is not cached any more."""
+        assert self.node is not None
+        del self.node.blocks[self.pool.name]
+        self.pool.cached.remove(self)
+        self.level = 0
+        if self.idle:
+            self.pool.idle.remove(self)
+            self.pool.num_blank += 1
 
     def untwin(self) -> None:
         if self.twin is not None:
             self.twin.twin = None
             self.twin = None
+
+    def use(self) -> None:
+        """It is used, and with it what is before it: in its own memory, and in the other one from the nearest block
+        on that is only there.
+        """
+        assert self.node is not None
+        memories = {self.pool.name}
+        for node in self.node.before():
+            memories |= node.blocks.keys() if self.pool.name not in node.blocks else set()
+            for block in [b for memory, b in node.blocks.items() if memory in memories and b.idle]:
+                block.pool.idle.remove(block)
+                block.pool.idle.append(block)
+
+    def lift(self, level: int) -> None:
+        """It has this level at least, and so has what is before it."""
+        assert self.node is not None
+        before = [b for n in self.node.before() for _, b in sorted(n.blocks.items(), key=self.own_first)]
+        for block in [self, *before]:
+            if block.level < level:
+                block.level = level
+                if block.idle:
+                    block.pool.idle.remove(block)
+                    block.pool.idle.append(block)
+
+    def own_first(self, item: tuple[str, Block]) -> bool:
+        return item[0] != self.pool.name
+
+
+def forget_behind(node: Node) -> None:
+    """Nothing behind a node is cached any more."""
+    for child in node.children:
+        forget_behind(child)
+        for block in list(child.blocks.values()):
+            block.leave()
+    node.children.clear()
 
 
 class Pool:
@@ -65,6 +132,7 @@ class Pool:
     def __init__(self, name: str, num_blocks: int) -> None:
         self.name = name
         self.num_blank = num_blocks
+        self.num_evicted = 0
         self.cached: list[Block] = []
         self.idle: list[Block] = []
 
@@ -73,7 +141,11 @@ class Pool:
         return self.num_blank + len(self.idle)
 
     def num_idle_of(self, blocks: list[Block]) -> int:
-        return sum(b in self.idle for b in blocks)
+        return sum(b.idle for b in blocks)
+
+    def order(self) -> list[Block]:
+        """The idle blocks in the order of eviction: the least recently used of the lowest level first."""
+        return sorted(self.idle, key=lambda b: b.level)
 
     def take(self, count: int) -> list[Block]:
         if count > self.num_free:
@@ -82,8 +154,9 @@ class Pool:
             if self.num_blank:
                 self.num_blank -= 1
             else:
-                victim = min(self.idle, key=lambda b: b.level)  # the first of the lowest level
+                victim = self.order()[0]
                 self.idle.remove(victim)
+                self.num_evicted += 1
                 victim.forget()
         return [Block(self) for _ in range(count)]
 
@@ -92,6 +165,7 @@ class Pool:
         if block.owners == 0 and block.fences == 0:
             if block.cached:
                 self.idle.append(block)
+                block.use()
             else:
                 self.num_blank += 1
 
@@ -102,13 +176,15 @@ class Pool:
 
 
 def release(blocks: list[Block | None], level: int = 0) -> None:
-    """One owner less, tails before heads."""
+    """One owner of this level less, tails before heads."""
     owned = [b for b in reversed(blocks) if b is not None]
+    for block in [b for b in owned if b.cached][:1]:
+        block.lift(level)
     for block in owned:
         block.owners -= 1
-        if block.owners == 0:
-            block.level = level
         block.pool.settle(block)
+        if block.cached:
+            block.use()
     for block in owned:
         if block.owners == 0:
             block.untwin()
@@ -195,31 +271,76 @@ class Model:
             hits.append(node.blocks.get("device") or node.blocks["host"])
         return hits
 
-    def enter(self, seq: Seq, pool: Pool, registered: int) -> int:
-        """Cache what has been computed. Returns how many leading blocks are settled."""
-        i = registered
-        while seq.root is not None and (i + 1) * self.size <= seq.computed:
-            tokens = tuple(seq.tokens[i * self.size : (i + 1) * self.size])
-            if None in seq.tokens[: (i + 1) * self.size]:
-                break
-            block, before = seq.blocks[i], seq.blocks[i - 1] if i else None
-            if block is None or (i and before is None):
-                if pool is self.device:
-                    seq.root = None
-                break
+    def full(self, seq: Seq) -> int:
+        """How many leading blocks are full of tokens that are known and computed."""
+        known = next((i for i, t in enumerate(seq.tokens) if t is None), len(seq.tokens))
+        return min(seq.computed, known) // self.size
+
+    def cache(self, seq: Seq) -> None:
+        if self.full(seq) > seq.registered and not seq.arriving:
+            self.enter(seq, self.full(seq))
+
+    def enter(self, seq: Seq, full: int) -> None:
+        """Cache blocks up to a number: from the last that can be found, or from the first."""
+        if seq.root is None:
+            return
+        start = seq.registered
+        last = seq.blocks[start - 1] if start else None
+        if last is None or not last.reached:
+            start, last = 0, None
+            if seq.blocks[0] is None:
+                seq.root = None
+                return
+        self.insert(seq, last.node if last is not None else seq.root, start, full)
+        seq.registered = full
+        self.use(seq)
+
+    def enter_on_host(self, seq: Seq) -> None:
+        if self.full(seq) and seq.root is not None and seq.blocks[0] is not None:
+            self.insert(seq, seq.root, 0, self.full(seq))
+            self.use(seq)
+
+    def insert(self, seq: Seq, parent: Node | None, start: int, full: int) -> None:
+        shared = []
+        for i in range(start, full):
+            block, tokens = seq.blocks[i], tuple(seq.tokens[i * self.size : (i + 1) * self.size])
+            assert block is not None
+            assert parent is not None
             if not block.cached:
-                parent = before.node if before is not None else seq.root
-                assert parent is not None
                 node = next((c for c in parent.children if c.tokens == tokens), None)
                 if node is None:
                     node = Node(parent, tokens)  # type: ignore[arg-type]
                     parent.children.append(node)
-                if pool.name not in node.blocks:
-                    node.blocks[pool.name] = block
-                    pool.cached.append(block)
                 block.node = node
-            i += 1
-        return i
+                if block.pool.name not in node.blocks:
+                    if node.blocks:
+                        shared.append(block)
+                    node.blocks[block.pool.name] = block
+                    block.pool.cached.append(block)
+            parent = block.node
+        for block in shared:  # another memory had it: it is as dear as what is behind it
+            assert block.node is not None
+            block.lift(max((b.level for n in block.node.children for b in n.blocks.values()), default=0))
+
+    def enter_again(self, seq: Seq) -> None:
+        """Before it is freed: if the blocks that it was cached with have gone, its own take their place."""
+        if seq.root is None or seq.arriving or not seq.blocks or seq.blocks[0] is None:
+            return
+        if seq.state == "live":
+            last = seq.blocks[seq.registered - 1] if seq.registered else None
+            if last is not None and not last.reached:
+                self.enter(seq, seq.registered)
+        elif self.full(seq) and not seq.pending:
+            last = seq.blocks[self.full(seq) - 1]
+            assert last is not None
+            if not last.reached:
+                self.enter_on_host(seq)
+
+    def use(self, seq: Seq) -> None:
+        """It has got blocks, or more of it is cached."""
+        for block in [b for b in reversed(seq.blocks) if b is not None and b.cached][:1]:
+            block.lift(seq.level)
+            block.use()
 
     # Operations.
 
@@ -259,6 +380,9 @@ class Model:
         seq.registered = next((i for i, b in enumerate(hits) if b.pool is self.host), len(hits))
         seq.arriving = len(here) < len(hits)
         self.seqs.append(seq)
+        for block in [b for b in reversed(hits) if b.pool is self.host][:1]:
+            block.use()
+        self.use(seq)
         return seq
 
     def step(self, seqs: list[Seq], ends: list[int], growing: int, lookahead: int) -> Plan:
@@ -288,7 +412,7 @@ class Model:
         plan = self.plan()
         plan.rows = rows
         self.move_in(plan, seqs)
-        for block in rewritten:
+        for block in reversed(rewritten):
             block.forget()
             block.untwin()
         for row, i, kept in writes:
@@ -400,6 +524,7 @@ class Model:
         for plan in seq.pending:
             row = next(r for r in plan.rows if r.seq is seq)
             self.ride(plan, twin, replace(row, seq=twin, replaced=list(row.replaced)))
+        self.use(twin)
         self.seqs.append(twin)
         return twin
 
@@ -417,6 +542,7 @@ class Model:
                     row.start, row.end, row.base = (min(x, length) for x in (row.start, row.end, row.base))
 
     def free(self, seq: Seq) -> None:
+        self.enter_again(seq)
         self.give_up(seq, seq.blocks)
         seq.state = "freed"
         self.seqs.remove(seq)
@@ -431,17 +557,30 @@ class Model:
     def pin(self, seq: Seq) -> Seq:
         twin = self.fork(seq)
         self.truncate(twin, twin.registered * self.size)
+        full = twin.registered
+        if full and twin.root is not None and twin.blocks[0] is not None and not twin.arriving:
+            twin.registered = 0
+            self.enter(twin, full)  # so that each block is cached, or another one in its place
+            for i, block in enumerate(twin.blocks):
+                assert block is not None
+                assert block.node is not None
+                cached = block.node.blocks["device"]
+                if cached is not block:
+                    self.device.retain(cached)
+                    release([block], twin.level)
+                    twin.blocks[i] = cached
+            self.use(twin)
         return twin
 
-    def clear_cache(self) -> None:
-        for pool in (self.device, self.host):
-            pool.num_blank += len(pool.idle)
-            pool.idle.clear()
-            for block in list(pool.cached):
-                block.forget()
-        self.roots.clear()
-        for seq in self.seqs:
-            seq.root = None
+    def clear_cache(self, *salts: object) -> None:
+        """Forget what is under these salts; without any, all."""
+        for salt in salts or list(self.roots):
+            root = self.roots.pop(salt, None)
+            if root is not None:
+                forget_behind(root)
+                for seq in self.seqs:
+                    if seq.root is root:
+                        seq.root = None
 
     def swap_out(self, seqs: list[Seq]) -> Plan:
         tables = [s.blocks[: self.blocks_for(s.scheduled)] for s in seqs]
@@ -518,6 +657,7 @@ class Model:
         self.give_up(seq, seq.blocks, plan)
         seq.blocks, seq.state = blocks, state
         self.ride(plan, seq, row)
+        self.use(seq)
 
     def commit(self, plan: Plan) -> None:
         for row in plan.rows:
@@ -528,10 +668,10 @@ class Model:
                 if seq.arriving:
                     here = [b for b in seq.blocks if b is not None]
                     seq.arriving = any(p.brings for p in seq.pending) or any(b.incoming for b in here)
-                if seq.state == "live" and not seq.arriving:
-                    seq.registered = self.enter(seq, self.device, seq.registered)
-                elif seq.state == "swapped out" and row.before is not None and row.before[0] == "live":
-                    self.enter(seq, self.host, 0)
+                if seq.state == "live":
+                    self.cache(seq)
+                elif row.before is not None and row.before[0] == "live":
+                    self.enter_on_host(seq)
         self.land(plan)
 
     def abort(self, plan: Plan) -> None:
@@ -565,12 +705,14 @@ class Model:
         seq.scheduled = min(seq.scheduled, row.start)
         del seq.tokens[row.base :]
         release(surplus, seq.level)
+        if row.replaced:
+            self.use(seq)
 
     def unswap(self, plan: Plan, row: Row) -> None:
         seq, now = row.seq, row.seq.blocks
         assert row.before is not None
-        seq.state, table, seq.arriving = row.before
-        if seq.state == "swapped out":
+        state, table, arriving = row.before
+        if state == "swapped out":
             table = table[: self.blocks_for(seq.scheduled)]
         for block in table:
             if block is not None:
@@ -578,5 +720,6 @@ class Model:
         for b, h in plan.arrivals:
             if b in table:
                 self.expect_again(b, h)
-        seq.blocks = list(table)
         release(now, seq.level)
+        seq.blocks, seq.state, seq.arriving = list(table), state, arriving
+        self.use(seq)

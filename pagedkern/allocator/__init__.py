@@ -11,7 +11,7 @@ of a batch that only decodes.
 """
 
 from pagedkern.allocator.allocator import BlockAllocator
-from pagedkern.allocator.observe import BlockEvent
+from pagedkern.allocator.events import BlockEvent
 from pagedkern.allocator.sequence import Sequence
 from pagedkern.allocator.step import Copies, Plan, Step, Verdict
 

@@ -9,11 +9,22 @@ from threading import get_ident
 from typing import Any, TextIO
 
 from pagedkern.allocator import sequences, snapshot, stepper, swap
-from pagedkern.allocator.arguments import MAX_TOKENS, Salt, Tokens, integer, new_tokens, single_ids, tenant, token_ids
+from pagedkern.allocator.arguments import (
+    EVERYBODY,
+    MAX_TOKENS,
+    Everybody,
+    Salt,
+    Tokens,
+    integer,
+    new_tokens,
+    single_ids,
+    tenant,
+    token_ids,
+)
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
+from pagedkern.allocator.events import LIMIT
 from pagedkern.allocator.facts import Facts
-from pagedkern.allocator.observe import EventLog
 from pagedkern.allocator.operation import OperationLog, look_again, operation, transaction
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.step import Origin, Phase, Plan, Step, Verdict
@@ -103,8 +114,8 @@ class BlockAllocator(Facts):
         need = core.num_blocks_for(length)
         if need > self.num_blocks - self._reserve:
             return Verdict.NEVER
-        root = core.prefix.peek_root(tenant(salt))
-        hits = [b for b in core.prefix.match(root, ids.tobytes()) if b >= 0] if shares else []
+        root = core.roots.peek(tenant(salt))
+        hits = [b for b in core.prefix.match(root, ids.tobytes()) if b >= 0] if shares and root else []
         free = core.pool.num_free - core.pool.num_idle_of(hits)
         return Verdict.OK if need - len(hits) + kept <= free else Verdict.LATER
 
@@ -309,9 +320,9 @@ class BlockAllocator(Facts):
     def _flying(self, plan: object) -> Plan:
         if not isinstance(plan, Plan):
             raise InvalidType(f"plan: got {type(plan).__name__}, a Step or Plan is accepted")
-        if plan._owner is None or isinstance(plan._owner, Origin):
-            raise InvalidArgument(f"plan: {plan.id} is a copy, which belongs to no allocator")
         if plan._owner is not self:
+            if plan._owner is None or isinstance(plan._owner, Origin):
+                raise InvalidArgument(f"plan: {plan.id} is a copy, which belongs to no allocator")
             raise InvalidArgument(f"plan: {plan.id} was made by another allocator")
         if plan._phase is not Phase.IN_FLIGHT:
             raise InvalidArgument(f"plan: {plan.id} is {plan.state} already")
@@ -332,22 +343,29 @@ class BlockAllocator(Facts):
 
     # The prefix cache.
 
-    def record_events(self) -> None:
+    def record_events(self, *, limit: int = LIMIT) -> None:
         """From now on `events` tells which blocks can be found in the prefix cache, and which no more.
 
-        `InvalidArgument` unless the cache is empty: a router would never hear of what is in it.
+        What is cached already is told by `cached_events`. A second call begins anew. O(cached).
+
+        Args:
+            limit: so many changes are kept until somebody looks. If there are more, the next look at `events` begins
+                with one of kind "lost", and tells all that is cached then.
         """
         self._idle("record_events")
-        if len(self._core.prefix) or len(self._core.host.prefix):
-            raise InvalidArgument("record_events: blocks are cached already, call it on a new or cleared allocator")
-        self._core.record(EventLog())
+        self._core.record(integer("limit", limit, 1))
 
     @operation
-    def clear_cache(self) -> None:
-        """Forget every cached prefix, as after a change of the model's weights. Sequences keep their blocks.
-        O(cached).
+    def clear_cache(self, *, salt: Salt | Everybody = EVERYBODY) -> None:
+        """Forget every cached prefix, as after a change of the model's weights. Sequences keep their blocks, but what
+        they have computed is not found any more. O(cached + sequences).
+
+        Args:
+            salt: only the prefixes under this salt, which may be None. By default all.
         """
-        sequences.clear_cache(self._core)
+        roots = self._core.roots
+        nodes = {node for _, node in roots.items()} if isinstance(salt, Everybody) else {roots.peek(tenant(salt))}
+        sequences.clear_cache(self._core, nodes - {0})
 
     # Keeping.
 

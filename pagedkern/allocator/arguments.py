@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 from array import array
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,13 @@ Tokens: TypeAlias = Iterable[int]
 """Token ids: a list, an `array`, anything that iterates over integers of at most 64 bits, signed."""
 
 
+class Everybody(enum.Enum):
+    """Stands for all salts, of which None is one."""
+
+    EVERYBODY = "all salts"
+
+
+EVERYBODY = Everybody.EVERYBODY
 MAX_TOKENS = 2**31 - 1
 """Of a sequence and of a step: lengths are int32."""
 

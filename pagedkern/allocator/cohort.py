@@ -16,6 +16,7 @@ from collections import deque
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from pagedkern.allocator import caching
 from pagedkern.allocator.arguments import MAX_TOKENS
 from pagedkern.allocator.prefix import Fill
 from pagedkern.allocator.step import Phase, Row, Step, Table, make_table
@@ -156,7 +157,7 @@ class Cohort:
             new = log[start + row :: rows]
             tokens.extend(new)
             chunk = new if len(new) == size else tokens[-size:]
-            fills.append((seq._root, blocks[-2] if len(blocks) > 1 else -1, chunk.tobytes(), blocks[-1]))
+            fills.append((seq, blocks[-2] if len(blocks) > 1 else -1, chunk.tobytes(), blocks[-1]))
         if len(log) >= 2 * size * rows:
             del log[: len(log) - size * rows]
         return fills
@@ -167,7 +168,7 @@ class Cohort:
         if first is not step:
             raise InvalidArgument(f"plan: {step.id} comes after {first.id} for the same sequences, commit that first")
         if step._fills:
-            self._core.prefix.insert_each(step._fills)
+            caching.fill(self._core, step._fills)
         self._pending.popleft()
         self._committed += 1
         step._phase = Phase.COMMITTED

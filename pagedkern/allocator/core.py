@@ -6,10 +6,12 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
+from pagedkern.allocator.arguments import Salt
 from pagedkern.allocator.counts import Counts
-from pagedkern.allocator.observe import EventLog
+from pagedkern.allocator.events import Cached, EventLog, cached_now
 from pagedkern.allocator.pool import BlockPool
-from pagedkern.allocator.prefix import Nodes, PrefixIndex
+from pagedkern.allocator.prefix import PrefixIndex
+from pagedkern.allocator.roots import Nodes, Roots
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.step import Phase, Plan, Row, Table
 from pagedkern.allocator.undo import UndoLog
@@ -37,6 +39,7 @@ class Core:
         self.caching = caching
         self.undo = UndoLog()
         nodes = Nodes()
+        self.roots = Roots(nodes, self.undo, 1024 + 2 * (num_blocks + num_host_blocks))
         self.prefix = PrefixIndex("device", num_blocks, block_size, self.undo, nodes)
         self.pool = BlockPool("device", num_blocks, self.prefix, self.undo)
         self.host = BlockPool(
@@ -53,6 +56,7 @@ class Core:
         self.last_plan = 0
         self.transactions: list[Mark] = []  # open ones, outermost first
         self.busy = IDLE
+        self.age = 0  # operations so far: after some of them, what grows is made smaller
         self.counts = Counts(self.undo)
         self.events: EventLog | None = None
 
@@ -60,16 +64,29 @@ class Core:
     def in_transaction(self) -> bool:
         return bool(self.transactions)
 
-    def record(self, events: EventLog) -> None:
+    def record(self, limit: int) -> None:
         """Tell of every change of the prefix index from now on."""
+        events = EventLog(limit, self.roots, self.cached())
         self.events = self.prefix.events = self.host.prefix.events = events
-        events.salts.update((node, salt) for salt, node in self.prefix.salts())
+
+    def cached(self) -> Cached:
+        """What is cached now. O(that)."""
+        return cached_now({"device": self.prefix, "host": self.host.prefix}, self.roots)
 
     def compact(self) -> None:
-        """Bound the memory of what grows. Called before operations, when there is nothing to be undone."""
-        self.pool.compact()
+        """Bound the memory of what grows. Called between operations, when there is nothing to be undone."""
+        self.pool.idle.compact()
         if self.host.refs:
-            self.host.compact()
+            self.host.idle.compact()
+        if self.events is not None:
+            self.events.trim()
+
+    def new_root(self, salt: Salt) -> int:
+        """A node for a salt that has none. Amortised O(1): now and then salts are forgotten."""
+        if len(self.roots) >= self.roots.limit:  # those that no cached block is under, and no sequence
+            used = {node for pool in (self.pool, self.host) for node in pool.prefix.parents()}
+            self.roots.keep(used.union(seq._root for seq in self.live.values()))
+        return self.roots.add(salt)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -207,43 +224,30 @@ class Core:
     def give_up(self, seq: Sequence, blocks: list[int], *plans: Plan) -> None:
         """Release blocks of a sequence, behind the fences of the plans that read or write them."""
         pool = self.pool_of(seq)
-        for plan in (*seq._pending, *plans):
+        for plan in (*seq._pending, *plans) if plans else seq._pending:
             self.fence(plan, reversed(blocks), pool)
-        pool.release(blocks, seq._priority)
+        if seq._priority:
+            self.release(seq, blocks)
+        else:
+            pool.release(blocks, not seq._apart or seq._owns_all)
+
+    def release(self, seq: Sequence, blocks: list[int]) -> None:
+        """A sequence has these blocks of its table no more."""
+        pool = self.pool_of(seq)
+        if seq._priority:
+            last = pool.last_cached(blocks)
+            if last >= 0:
+                pool.lift(last, seq._priority)
+        pool.release(blocks, seq._owns_all)
 
     def rewrite(self, blocks: list[int]) -> None:
         """Blocks are about to be written by their only owner: they are not cached and have no twin any more."""
-        cached = [b for b in blocks if self.prefix.keys[b] is not None]
+        cached = [b for b in reversed(blocks) if self.prefix.keys[b] is not None]
         if cached:
-            self.prefix.remove(cached)
+            self.pool.uncache(cached, "rewritten")
         for b in blocks:
             if b in self.pool.twins:
                 self.pool.untwin(b)
-
-    def cache_on_host(self, seq: Sequence) -> None:
-        """Enter the full, computed blocks of a sequence that has been swapped out into the host's index."""
-        size = self.block_size
-        full = min(seq._computed, len(seq._tokens)) // size
-        blocks = seq._blocks[:full]
-        if full and seq._root and min(blocks) >= 0:
-            self.host.prefix.insert(seq._root, seq._tokens[: full * size].tobytes(), blocks)
-
-    def cache(self, seq: Sequence) -> None:
-        """Enter the full, computed blocks that the prefix cache does not know yet. O(those blocks)."""
-        size, start = self.block_size, seq._registered
-        full = min(seq._computed, len(seq._tokens)) // size
-        if full <= start or not seq._root or seq._arriving:
-            return
-        blocks = seq._blocks[start:full]
-        behind = seq._blocks[start - 1] if start else blocks[0]
-        if behind < 0:  # the window has passed: nobody can say any more what these blocks follow
-            seq._root = 0
-            return
-        parent = self.prefix.node_of(behind) if start else seq._root
-        data = seq._tokens[start * size : full * size].tobytes()
-        self.prefix.insert(parent, data, blocks, new=start >= seq._private)
-        seq._registered = full
-        seq._private = max(seq._private, full)
 
 
 def _stale(seq: object, owner: object, states: tuple[State, ...], name: str) -> Exception:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pagedkern.allocator import audit, observe
 from pagedkern.allocator.arguments import Salt, Tokens, tenant, token_ids
 from pagedkern.allocator.core import Core
-from pagedkern.allocator.observe import BlockEvent, digests
+from pagedkern.allocator.events import BlockEvent, digests
+from pagedkern.allocator.run import cut
 from pagedkern.allocator.sequence import Sequence
 
 
@@ -61,13 +62,24 @@ class Facts:
         Empty also inside a transaction, which may yet be taken back: its events come after the outermost one has ended.
         """
         core = self._core
-        return [] if core.events is None or core.transactions or core.busy else core.events.drain()
+        if core.events is None or core.transactions or core.busy:
+            return []
+        core.events.trim()
+        return core.events.restart(core.cached()) if core.events.lost else core.events.drain()
+
+    def cached_events(self) -> list[BlockEvent]:
+        """The "stored" events of all that can be found in the prefix cache now, parents first. O(cached).
+
+        To start a router with, as after `restore`: what it is told here it is not to be told by `events` once more, so
+        call `record_events` first, or look at `events`, and then this.
+        """
+        return self._core.cached().events
 
     def digests(self, tokens: Tokens, *, salt: Salt = None) -> list[bytes]:
         """The SHA-256 of each full block of a prompt under a salt, as `BlockEvent.digest` has it: equal in all
         processes. Arguments as in `BlockAllocator.create`. O(tokens).
         """
-        return digests(self._core.prefix.chunks(token_ids("tokens", tokens).tobytes()), tenant(salt))
+        return digests(cut(token_ids("tokens", tokens).tobytes(), self._core.prefix.stride), tenant(salt))
 
     def check(self) -> None:
         """Audit every invariant. Raises `AuditError` with what is wrong. O(blocks + tokens)."""

@@ -65,7 +65,8 @@ def operation(
         mark = len(undo)
         try:
             core.busy = RUNNING
-            if not undo:
+            core.age += 1
+            if not core.age & 15 and not undo:
                 core.compact()
             result = method(self, *args, **kwargs)
             if not core.transactions:

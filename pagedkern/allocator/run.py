@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import TypeAlias
 
 Key: TypeAlias = tuple[int, bytes]
@@ -43,12 +44,15 @@ class Run:
         behind = range(self.base, self.base + len(self.blocks) - 1)
         return [self.key, *zip(behind, cut(self.data, len(self.key[1]))[1:], strict=False)]
 
-    def common(self, data: bytes, start: int) -> int:
+    def common(self, data: bytes, start: int, special: Mapping[int, bytes]) -> int:
         """How many of its blocks hold the packed tokens `data[start:]`, from its first on. O(their number), in C when
-        it is all of them.
+        it is all of them. `special`: blocks of the data that it cannot have, by their number.
         """
         stride = len(self.key[1])
-        theirs, ours = data[start : start + stride * len(self.blocks)], self.data
+        end = start + stride * len(self.blocks)
+        if special:
+            end = min([end, *(number * stride for number in special if number * stride >= start)])
+        theirs, ours = data[start:end], self.data
         if theirs == ours:
             return len(self.blocks)
         pairs = zip(cut(theirs, stride), cut(ours, stride), strict=False)

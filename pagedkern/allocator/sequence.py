@@ -30,6 +30,7 @@ class Sequence:
 
     __slots__ = (
         "__weakref__",
+        "_apart",
         "_arriving",
         "_asked",
         "_blocks",
@@ -40,6 +41,7 @@ class Sequence:
         "_found",
         "_length",
         "_owner",
+        "_passed",
         "_pending",
         "_present",
         "_priority",
@@ -52,6 +54,7 @@ class Sequence:
         "_scheduled",
         "_state",
         "_tokens",
+        "_whole",
         "id",
     )
 
@@ -71,6 +74,9 @@ class Sequence:
         self._root = 0  # node of the empty prefix under the salt; 0: nothing of this sequence is cached
         self._salt: Any = None
         self._priority = 0
+        self._passed = 0  # leading blocks that were given back behind the window
+        self._whole = True  # each registered block that it still has is cached itself, not another one in its place
+        self._apart = False  # not whole, or with passed blocks, or blocks to come, or a priority: needs a closer look
         self._asked = self._found = 0  # tokens that `create` has counted, until a step of this sequence is committed
         self._question = 0  # shared with forks made since; see counts.py
         self._pending: tuple[Plan, ...] = ()  # steps and plans in flight that concern this sequence, oldest first
@@ -116,6 +122,11 @@ class Sequence:
         )
 
     # What the allocator does with it.
+
+    @property
+    def _owns_all(self) -> bool:
+        """Whether all that is before a cached block of this sequence is its own, too."""
+        return self._whole and not self._passed and not self._arriving and self._root != 0
 
     def _sync(self) -> None:
         """Take over what happened to this sequence in its cohort, and leave the cohort. O(1) in the number of steps."""
@@ -169,6 +180,9 @@ _FIELDS = {
     "_private": _Use(forked=False),
     "_registered": _Use(),
     "_root": _Use(),
+    "_passed": _Use(),
+    "_whole": _Use(stored=False),
+    "_apart": _Use(stored=False),
     "_arriving": _Use(stored=False),
     "_pending": _Use(forked=False, stored=False),
     "_asked": _Use(),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 
+from pagedkern.allocator import caching
 from pagedkern.allocator.arguments import Salt, integer
 from pagedkern.allocator.core import Core
-from pagedkern.allocator.pool import PRIORITIES
+from pagedkern.allocator.ranks import PRIORITIES
 from pagedkern.allocator.sequence import INHERITED, Sequence
 from pagedkern.errors import InvalidArgument, InvalidType, OutOfBlocks
 
@@ -17,7 +18,7 @@ def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, p
     if not isinstance(again, bool):
         raise InvalidType(f"again: got {again!r} of type {type(again).__name__}, expected True or False")
     pool, prefix = core.pool, core.prefix
-    root = prefix.root(salt) if shares else 0
+    root = (core.roots.peek(salt) or core.new_root(salt)) if shares else 0
     found = prefix.match(root, ids.tobytes()) if root else []
     hits = [b for b in found if b >= 0] if found else []
     missing = -(-length // core.block_size) - len(hits)
@@ -37,6 +38,9 @@ def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, p
     seq._cached = seq._computed = seq._scheduled = max(0, min(seq._present, length - 1))
     seq._private, seq._registered = len(found), registered
     seq._arriving = len(hits) < len(found)
+    if level or seq._arriving:
+        seq._apart = True
+        caching.use(core, seq)
     counts = core.counts.numbers
     counts["sequences_created"] += 1
     if root and not again:
@@ -55,6 +59,7 @@ def _expect(core: Core, found: list[int], fresh: list[int]) -> tuple[list[int], 
         else:
             block = b
         blocks.append(block)
+    core.host.use(~next(b for b in reversed(found) if b < 0))
     return [*blocks, *rest], next(i for i, b in enumerate(found) if b < 0)
 
 
@@ -74,6 +79,8 @@ def fork(core: Core, seq: Sequence, count: int) -> list[Sequence]:
         for plan in seq._pending:  # it takes part in what is in flight
             row = next(row for row in plan._rows or () if row.seq is seq)
             core.ride(plan, new, row.copy(new))
+        if new._apart:
+            caching.use(core, new)
         forks.append(new)
     if count:
         seq._private = max(seq._private, len(blocks))
@@ -85,11 +92,15 @@ def pin(core: Core, seq: Sequence) -> Sequence:
     """A fork of the cached part of an `own`ed sequence. O(blocks)."""
     (pinned,) = fork(core, seq, 1)
     truncate(core, pinned, pinned._registered * core.block_size)
+    if pinned._apart:
+        caching.own_cached(core, pinned)
     return pinned
 
 
 def free(core: Core, seq: Sequence) -> None:
     """Give up all blocks of an `own`ed sequence. O(blocks)."""
+    if seq._apart:
+        caching.enter_again(core, seq)
     core.give_up(seq, seq._blocks)
     core.remove(seq)
     if seq._asked:
@@ -109,6 +120,7 @@ def truncate(core: Core, seq: Sequence, length: int) -> None:
         setattr(seq, name, min(getattr(seq, name), length))
     seq._registered = min(seq._registered, length // core.block_size)
     seq._private = min(seq._private, kept)
+    seq._passed = min(seq._passed, kept)
     for plan in seq._pending:
         for row in plan._rows or ():
             if row.seq is seq:
@@ -125,17 +137,20 @@ def release_window(core: Core, seq: Sequence, first_needed: int) -> None:
     core.give_up(seq, behind)
     seq._blocks = [-1] * count + seq._blocks[count:]
     seq._private = max(seq._private, count)
+    seq._passed, seq._apart = count, True
     seq._dirty = True
 
 
-def clear_cache(core: Core) -> None:
-    """Forget every cached prefix, on both memories. Sequences that live go on, but nothing of theirs is found.
-    O(cached).
+def clear_cache(core: Core, nodes: set[int]) -> None:
+    """Forget every cached prefix behind these nodes of salts, on both memories. O(cached behind them + sequences).
+
+    Sequences that live go on, but nothing of theirs is found.
     """
-    for pool in (core.pool, core.host):
-        pool.forget_idle()
-        pool.prefix.clear()
+    for node in nodes:
+        core.pool.abandon(core.prefix.clear(node))
+    core.roots.keep({node for _, node in core.roots.items() if node not in nodes})
     for seq in core.live.values():
-        core.detach(seq)
-        core.undo.append((seq._restore, seq._saved()))
-        seq._root = 0
+        if seq._root in nodes:
+            core.detach(seq)
+            core.undo.append((seq._restore, seq._saved()))
+            seq._root, seq._apart = 0, True

@@ -9,11 +9,13 @@ from typing import Any
 
 from pagedkern.allocator.arguments import MAX_TOKENS, integer, tenant
 from pagedkern.allocator.core import Core
-from pagedkern.allocator.pool import PRIORITIES, BlockPool
+from pagedkern.allocator.pool import BlockPool
+from pagedkern.allocator.ranks import PRIORITIES
 from pagedkern.allocator.sequence import STORED, Sequence, State
 from pagedkern.errors import InvalidArgument
 
 VERSION = 2
+_FLAGS = ("_arriving", "_whole", "_apart")
 _MOST = {"_priority": PRIORITIES - 1, "_root": 2**63, "_question": 2**63}
 """Of the fields that are no numbers of tokens or blocks."""
 
@@ -35,7 +37,7 @@ def take(core: Core, reserve: int) -> dict[str, Any]:
         "reserve": reserve,
         "last_seq": core.last_seq,
         "last_plan": core.last_plan,
-        "roots": [[_encode(salt), node] for salt, node in core.prefix.salts()],
+        "roots": [[_encode(salt), node] for salt, node in core.roots.items()],
         "sequences": [_sequence(seq) for _, seq in sorted(core.live.items())],
         "device": _pool(core.pool),
         "host": _pool(core.host),
@@ -61,14 +63,14 @@ def _sequence(seq: Sequence) -> dict[str, Any]:
         "blocks": seq._blocks[:],
         "tokens": seq._tokens.tolist(),
         "salt": _encode(seq._salt),
-        "arriving": seq._arriving,
+        **{name[1:]: getattr(seq, name) for name in _FLAGS},
         **{name[1:]: getattr(seq, name) for name in STORED},
     }
 
 
 def _pool(pool: BlockPool) -> dict[str, Any]:
     blank, idle = pool.free_blocks()
-    return {"blank": blank, "idle": idle, "levels": pool.levels(), "index": pool.prefix.state(), **_marks(pool)}
+    return {"blank": blank, "idle": idle, "levels": pool.idle.levels(), "index": pool.prefix.state(), **_marks(pool)}
 
 
 def _marks(pool: BlockPool) -> dict[str, int]:
@@ -139,7 +141,7 @@ def put(core: Core, state: dict[str, Any]) -> int:
     for pool in (core.pool, core.host):
         with _reading(pool.name):
             _put_pool(pool, state[pool.name], next_node)
-    core.prefix.put_roots(salts)
+    core.roots.put(salts)
     with _reading("sequences"):
         for item in _listed("sequences", state["sequences"]):
             _put_sequence(core, item, next_node)
@@ -161,7 +163,8 @@ def _put_pool(pool: BlockPool, part: dict[str, Any], next_node: int) -> None:
     pool.least_free = integer("least_free", part["least_free"], 0, pool.num_blocks)
     levels = _pairs("levels", part["levels"], (0, last), (1, PRIORITIES - 1))
     idle = [_ids(f"idle[{i}]", q, 0, last) for i, q in enumerate(_listed("idle", part["idle"], PRIORITIES))]
-    pool.put(_ids("blank", part["blank"], 0, last), idle, [(b, level) for b, level in levels])
+    pool.put(_ids("blank", part["blank"], 0, last))
+    pool.idle.put(idle, [(b, level) for b, level in levels])
     index = part["index"]
     if index["next_node"] != next_node:
         raise InvalidArgument(f"index.next_node: got {index['next_node']!r}, the device has {next_node}")
@@ -191,9 +194,11 @@ def _put_sequence(core: Core, item: dict[str, Any], next_node: int) -> None:
         setattr(seq, field, integer(f"{name}: {field[1:]}", item[field[1:]], 0, _MOST.get(field, MAX_TOKENS)))
     if seq._root >= next_node:
         raise InvalidArgument(f"{name}: root: got {seq._root}, accepted is below {next_node}")
-    if not isinstance(item["arriving"], bool):
-        raise InvalidArgument(f"{name}: arriving: got {item['arriving']!r}, True or False is accepted")
-    seq._arriving = item["arriving"]
+    for flag in _FLAGS:
+        value = item[flag[1:]]
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{name}: {flag[1:]}: got {value!r}, expected True or False")
+        setattr(seq, flag, value)
     seq._state, seq._salt = state, tenant(_decode(item["salt"]))
     core.live[ident] = seq
     for b in blocks:

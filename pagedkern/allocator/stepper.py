@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 
+from pagedkern.allocator import caching
 from pagedkern.allocator.arguments import MAX_TOKENS
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
@@ -165,7 +166,7 @@ def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]],
         seq._dirty = True
         row.cows.append((index, old, new))
         core.fence(step, [old], core.pool)
-        core.pool.release([old], seq._priority)
+        core.release(seq, [old])
         if kept:
             core.seal(step, old, kept)
             src.append(old)
@@ -231,10 +232,11 @@ def commit(core: Core, plan: Plan) -> None:
         if seq._arriving:
             seq._arriving = core.awaits(seq)
         if seq._state is State.LIVE:
-            if seq._computed // core.block_size > seq._registered:
-                core.cache(seq)
+            full = min(seq._computed, len(seq._tokens)) // core.block_size
+            if full > seq._registered and not seq._arriving:
+                caching.enter(core, seq, full)
         elif row.before is not None and row.before[0] is State.LIVE:
-            core.cache_on_host(seq)
+            caching.cache_on_host(core, seq)
     plan._phase = Phase.COMMITTED
     core.land(plan)
 
@@ -281,7 +283,10 @@ def _take_back(core: Core, row: Row) -> None:
     seq._scheduled = min(seq._scheduled, row.start)
     seq._tokens = seq._tokens[: seq._length]
     seq._private = min(seq._private, len(blocks))
-    core.pool.release(surplus, seq._priority)
+    seq._passed = min(seq._passed, len(blocks))
+    core.release(seq, surplus)
+    if row.cows and seq._apart:
+        caching.use(core, seq)
 
 
 def live_rows(plan: Plan) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from pagedkern.allocator import caching
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.pool import BlockPool
 from pagedkern.allocator.sequence import Sequence, State
@@ -68,7 +69,7 @@ def _plan(
     for b in (b for table in tables for b in table if b >= 0):
         if b not in places:
             known = source.twins.get(b, source.incoming.get(b))
-            places[b] = known if known is not None else target.cached(source.prefix.key_of(b))
+            places[b] = known if known is not None else target.cached(b)
     found = {b: place for b, place in places.items() if place is not None}
     missing = [b for b in places if b not in found]
     free = target.num_free - target.num_idle_of(found.values())
@@ -99,7 +100,9 @@ def _change_place(core: Core, plan: Plan, seq: Sequence, blocks: list[int], stat
     row.before = (seq._state, tuple(seq._blocks), seq._arriving)  # forks of the sequence share it: nothing that changes
     core.give_up(seq, seq._blocks, plan)
     seq._blocks, seq._state, seq._dirty = blocks, state, True
+    seq._whole, seq._apart = False, True
     core.ride(plan, seq, row)
+    caching.use(core, seq)
 
 
 def unswap(core: Core, plan: Plan, row: Row) -> None:
@@ -114,6 +117,8 @@ def unswap(core: Core, plan: Plan, row: Row) -> None:
     for b, h in plan._arrivals:
         if b in table and b not in core.pool.incoming:
             core.pool.expect(b, h)
+    seq._whole, seq._apart = False, True
+    core.release(seq, moved)
     seq._blocks, seq._state, seq._arriving, seq._dirty = table, state, arriving, True
-    seq._private = len(table)
-    now.release(moved, seq._priority)
+    seq._private, seq._passed = len(table), table.count(-1)
+    caching.use(core, seq)

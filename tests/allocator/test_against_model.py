@@ -1,8 +1,9 @@
 """Any sequence of operations, on the allocator and on the naive model: no difference, and no content ever wrong.
 
-Two drivers: hypothesis finds the short, odd sequences and shrinks them; the seeded one keeps a plausible engine
-running. Each does 20,000 operations, the same ones in every run. With HYPOTHESIS_PROFILE=fuzz they differ from run to
-run, and there are 50 times FUZZ_EXAMPLES of them.
+Three drivers: hypothesis finds the short, odd sequences and shrinks them; one seeded driver keeps a plausible engine
+running, the other one draws for each run which operations are frequent, rare or left out: without commits in between,
+say, plans pile up and are taken back in long rows. Each does 20,000 operations, the same ones in every run. With
+HYPOTHESIS_PROFILE=fuzz they differ from run to run, and there are 50 times FUZZ_EXAMPLES of them.
 """
 
 from __future__ import annotations
@@ -83,13 +84,17 @@ WEIGHTS = {
 
 @LIMIT
 @pytest.mark.parametrize("part", range(10))
-def test_fuzz_engine(part: int) -> None:
-    actions = [name for name in ACTIONS for _ in range(WEIGHTS.get(name, 2))]
+@pytest.mark.parametrize("driver", ["engine", "swarm"])
+def test_fuzz(driver: str, part: int) -> None:
     done = 0
     for seed in count(FIRST_SEED + part * 1_000_000):
         if done >= STEPS // 10:
             break
         generator = random.Random(seed)
+        if driver == "engine":
+            weights = [WEIGHTS.get(name, 2) for name in ACTIONS]
+        else:
+            weights = [generator.choice([0, 0, 1, 1, 4, 12]) + (name == "create") for name in ACTIONS]
         world = World(
             generator.choice([6, 12, 24, 40]),
             generator.choice([1, 2, 3, 4, 5, 16]),
@@ -98,13 +103,13 @@ def test_fuzz_engine(part: int) -> None:
             generator.choice([0.0, 0.0, 0.2]),
         )
         history = []
-        for _ in range(250):
-            action = generator.choice(actions), *(generator.randrange(4096) for _ in range(3))
-            history.append(action)
+        for action in generator.choices(ACTIONS, weights, k=250 if driver == "engine" else 120):
+            numbers = [generator.randrange(4096) for _ in range(3)]
+            history.append((action, *numbers))
             try:
-                getattr(world, action[0])(*action[1:])
+                getattr(world, action)(*numbers)
                 world.compare()
             except BaseException as error:
-                error.add_note(f"seed {seed}, after {len(history)} actions, the last ones: {history[-8:]}")
+                error.add_note(f"{driver}, seed {seed}, after {len(history)} actions, the last ones: {history[-8:]}")
                 raise
             done += 1

@@ -86,7 +86,7 @@ def test_events_follow_the_cache_through_any_operations() -> None:
                 found ^= {place}
         for a in range(3):
             tokens = world.prompt(a, 39)
-            blocks = world.real._core.prefix.match(world.real._core.prefix.peek_root(None), packed(tokens))
+            blocks = world.real._core.prefix.match(world.real._core.roots.peek(None), packed(tokens))
             num_cached += len(blocks)
             for b, digest in zip(blocks, world.real.digests(tokens), strict=False):
                 assert ("device" if b >= 0 else "host", digest) in found
@@ -107,15 +107,6 @@ def test_digests_are_the_same_everywhere() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == str([d.hex() for d in digests])
-
-
-def test_events_need_an_empty_cache() -> None:
-    allocator = BlockAllocator(4, 4)
-    computed(allocator, [1, 2, 3, 4])
-    with pytest.raises(InvalidArgument, match="blocks are cached already"):
-        allocator.record_events()
-    allocator.clear_cache()
-    allocator.record_events()
 
 
 def test_counts() -> None:
@@ -347,9 +338,7 @@ def test_salts_that_nothing_is_cached_under_are_forgotten() -> None:
     ]
     for salt in range(3000):
         allocator.free(allocator.create([1], salt=salt))
-    events = allocator._core.events
-    assert events is not None
-    assert len(events.salts) < 1500
+    assert len(allocator._core.roots) < 1500
     assert allocator.create([1, 2, 3, 4, 5], salt="host").num_cached_tokens == 4, "the host still has it"
 
 
@@ -366,14 +355,14 @@ def test_memory_of_the_queues_is_bounded_in_any_use(policy: str) -> None:
         scheduler.complete(batch, [generator.randrange(999) for _ in batch.outputs])
     core = allocator._core
     assert core.pool.num_evicted > 3000
-    assert max(len(queue._entries) for pool in (core.pool, core.host) for queue in pool._idle) < 2200
+    assert max(len(queue._entries) for pool in (core.pool, core.host) for queue in pool.idle._queues) < 2200
     allocator = BlockAllocator(8, 4, num_host_blocks=8)
     seq = computed(allocator, list(range(32)))
     for _ in range(500):
         allocator.commit(allocator.swap_out([seq]))
         allocator.commit(allocator.swap_in([seq]))
     core = allocator._core
-    assert max(len(queue._entries) for pool in (core.pool, core.host) for queue in pool._idle) < 2200
+    assert max(len(queue._entries) for pool in (core.pool, core.host) for queue in pool.idle._queues) < 2200
 
 
 def test_events_wait_for_the_end_of_the_outermost_transaction() -> None:

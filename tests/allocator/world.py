@@ -125,6 +125,8 @@ class World:
         base = PROMPTS[a % 3]
         length = b % 40
         tail = [] if a % 5 else [b % 7, a % 7]
+        if a % 4 == 1:  # whole blocks: nobody copies the last one before writing, and all can be cached
+            return base[: max(1, length // self.block_size) * self.block_size]
         return (base[:length] + tail)[:40]
 
     def live(self) -> list[Pair]:
@@ -297,6 +299,10 @@ class World:
         if a % 4 == 0:
             self.real.clear_cache()
             self.model.clear_cache()
+        elif a % 4 == 1:
+            salt = SALTS[b % 4]
+            self.real.clear_cache(salt=salt)
+            self.model.clear_cache(salt)
 
     def snapshot(self, a: int, b: int, c: int) -> None:
         """Go on with an allocator made from the state of this one."""
@@ -518,7 +524,10 @@ class World:
         assert self.real.num_free_blocks == self.model.device.num_free
         assert self.real.num_free_host_blocks == self.model.host.num_free
         assert self.real.num_cached_blocks == len(self.model.device.cached)
-        assert len(self.real._core.host.prefix) == len(self.model.host.cached)
+        assert self.real.stats["host_blocks_cached"] == len(self.model.host.cached)
+        assert self.real.stats["blocks_evicted"] == self.model.device.num_evicted
+        assert self.real.stats["host_blocks_evicted"] == self.model.host.num_evicted
+        self.compare_cache()
         ids: dict[naive.Block, int] = {}
         for pair in self.pairs:
             real, model = pair.real, pair.model
@@ -534,6 +543,31 @@ class World:
                     assert ids.setdefault(block, b) == b
             self.read_back(pair, table)
         assert len({(block.pool.name, b) for block, b in ids.items()}) == len(ids)
+
+    def compare_cache(self) -> None:
+        """The same prefixes are cached, of the same levels, and will be evicted in the same order."""
+        digests: dict[naive.Block, bytes] = {}
+        for salt, root in self.model.roots.items():
+            self.note_digests(root, [], salt, digests)
+        expected = {(block.pool.name, digest): block for block, digest in digests.items()}
+        found = {(e.memory, e.digest): e.block for e in self.real.cached_events()}
+        assert found.keys() == expected.keys()
+        for name, pool in (("device", self.real._core.pool), ("host", self.real._core.host)):
+            names = {b: digest for (memory, digest), b in found.items() if memory == name}
+            order = [names[b] for level in pool.idle.lists() for b in level]
+            assert order == [digests[block] for block in getattr(self.model, name).order()]
+            assert [pool.idle.level(found[name, digest]) for memory, digest in expected if memory == name] == [
+                block.level for (memory, _), block in expected.items() if memory == name
+            ]
+
+    def note_digests(
+        self, node: naive.Node, tokens: list[int], salt: object, digests: dict[naive.Block, bytes]
+    ) -> None:
+        for child in node.children:
+            path = [*tokens, *child.tokens]
+            digest = self.real.digests(path, salt=salt)[-1]  # type: ignore[arg-type]
+            digests |= dict.fromkeys(child.blocks.values(), digest)
+            self.note_digests(child, path, salt, digests)
 
     def read_back(self, pair: Pair, table: list[int]) -> None:
         waiting = [f for f in self.flights if not f.executed and f.model in pair.model.pending]

@@ -1,0 +1,111 @@
+"""How sequences enter the prefix cache, and what of it counts as used when they are."""
+
+from __future__ import annotations
+
+from pagedkern.allocator.core import Core
+from pagedkern.allocator.prefix import Fill
+from pagedkern.allocator.sequence import Sequence, State
+
+
+def fill(core: Core, fills: list[Fill]) -> None:
+    """Enter blocks that a batch on the fast path has filled. O(blocks)."""
+    for seq, _, _, block in core.prefix.insert_each(fills):
+        core.undo.append((seq._restore, seq._saved()))
+        enter(core, seq, seq._blocks.index(block, seq._registered) + 1)
+
+
+def enter(core: Core, seq: Sequence, full: int) -> None:
+    """Enter full, computed blocks of an `own`ed sequence up to a number, those that the cache does not know yet.
+
+    If those that it does know cannot be found any more, from the first.
+    A sequence that has given its first blocks back cannot begin again: nothing of it is cached any more.
+    """
+    if not seq._root:
+        return
+    start, size, blocks = seq._registered, core.block_size, seq._blocks
+    parent = core.prefix.node_of(blocks[start - 1]) if start and not seq._apart else 0
+    if not parent:
+        last = blocks[start - 1] if start else -1
+        parent = core.prefix.reached(last) if last >= 0 else 0
+        if not parent:
+            start, parent = 0, seq._root
+            if blocks[0] < 0:
+                seq._root, seq._apart = 0, True
+                return
+    data = seq._tokens[start * size : full * size].tobytes()
+    whole, shared = core.prefix.insert(parent, data, blocks[start:full], start >= seq._private)
+    seq._registered = full
+    if seq._private < full:
+        seq._private = full
+    if not start:
+        seq._whole = whole
+        seq._apart = not whole or seq._priority > 0
+    elif not whole:
+        seq._whole, seq._apart = False, True
+    for b in shared:
+        core.pool.inherit(b)
+    if seq._apart:
+        use(core, seq)
+
+
+def cache_on_host(core: Core, seq: Sequence) -> None:
+    """Enter the full, computed blocks of a sequence that has been swapped out into the host's index."""
+    full = min(seq._computed, len(seq._tokens)) // core.block_size
+    if not full or not seq._root or seq._blocks[0] < 0:
+        return
+    data = seq._tokens[: full * core.block_size].tobytes()
+    _, shared = core.host.prefix.insert(seq._root, data, seq._blocks[:full])
+    for b in shared:
+        core.host.inherit(b)
+    use(core, seq)
+
+
+def enter_again(core: Core, seq: Sequence) -> None:
+    """Before an `own`ed sequence gives up its blocks: if those that it was cached with have gone, enter its own.
+
+    What a block needs, all that is before it, may be others' blocks: those that computed the same at the same time.
+    """
+    if not seq._apart or not seq._root or seq._arriving or seq._blocks[:1] == [-1]:
+        return
+    if seq._state is State.SWAPPED:
+        full = min(seq._computed, len(seq._tokens)) // core.block_size
+        if full and not seq._pending and not core.host.prefix.reached(seq._blocks[full - 1]):
+            cache_on_host(core, seq)
+    elif seq._registered and not core.prefix.reached(seq._blocks[seq._registered - 1]):
+        enter(core, seq, seq._registered)
+
+
+def own_cached(core: Core, seq: Sequence) -> None:
+    """Let a sequence that is never written to own the very blocks that are cached with its contents."""
+    full = seq._registered
+    if not full or not seq._root or seq._passed or seq._arriving:
+        return
+    seq._registered = 0
+    enter(core, seq, full)
+    if seq._whole:
+        return
+    prefix = core.prefix
+    cached = {b: c for b in seq._blocks if prefix.keys[b] is None and (c := prefix.at(prefix.node_of(b))) is not None}
+    core.pool.retain(cached.values())
+    core.release(seq, list(cached))
+    seq._blocks = [cached.get(b, b) for b in seq._blocks]
+    seq._whole, seq._dirty = True, True
+    use(core, seq)
+
+
+def use(core: Core, seq: Sequence) -> None:
+    """The cached blocks of a sequence are used, and with them what is before them, which others may have owned.
+
+    To be called for a sequence that is `_apart`, whenever it has got blocks or more of it is cached.
+    """
+    pool = core.pool_of(seq)
+    last = pool.last_cached(seq._blocks)
+    if last < 0:
+        return
+    if seq._priority:
+        pool.lift(last, seq._priority)
+    if not seq._owns_all:
+        first = seq._blocks[seq._passed] if seq._passed < len(seq._blocks) else -1
+        if seq._whole and not seq._arriving and first >= 0 and pool.prefix.keys[first] is not None:
+            last = first  # what is between is its own
+        pool.use(last)

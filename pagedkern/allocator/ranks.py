@@ -1,0 +1,162 @@
+"""In which order idle blocks are evicted: by level, and within a level the least recently used first."""
+
+from __future__ import annotations
+
+from pagedkern.allocator.idle import IdleQueue, Piece, Popped, Removed, Trail
+from pagedkern.allocator.undo import UndoLog
+
+PRIORITIES = 4
+"""Levels of eviction: cached blocks of level 0 are evicted before those of level 1, and so on."""
+
+
+class Ranks:
+    """The idle blocks of one memory, a queue for each level, and the levels of all its cached blocks.
+
+    A level never falls as long as the block is cached. Who calls sees to it that no block has a higher level than those
+    before it in a prompt, and that these are used when it is: then tails are always evicted before heads.
+    """
+
+    __slots__ = ("_levels", "_most", "_queues", "_top", "_undo", "size")
+
+    def __init__(self, num_blocks: int, undo: UndoLog) -> None:
+        self._most = num_blocks  # entries of a queue that may be there in vain
+        self._queues = tuple(IdleQueue(undo) for _ in range(PRIORITIES))
+        self._levels: dict[int, int] = {}  # of cached blocks, where it is not 0
+        self._top = 0  # no level above it has ever been used
+        self._undo = undo
+        self.size = 0  # idle blocks
+
+    def level(self, block: int) -> int:
+        """Of a cached block."""
+        return self._levels.get(block, 0)
+
+    @property
+    def is_flat(self) -> bool:
+        """No block has another level than 0."""
+        return not self._levels
+
+    # Idle blocks.
+
+    def push(self, blocks: list[int]) -> None:
+        """Blocks become idle, the last of them the most recently used."""
+        if not self._levels:
+            self._queues[0].push(blocks)
+            self.size += len(blocks)
+            self._undo.append((self._unpush, (self._queues[0], len(blocks))))
+            return
+        for queue, part in self._by_level(blocks).items():
+            queue.push(part)  # type: ignore[arg-type]
+            self.size += len(part)
+            self._undo.append((self._unpush, (queue, len(part))))
+
+    def _unpush(self, queue: IdleQueue, count: int) -> None:
+        queue.unpush(count)
+        self.size -= count
+
+    def _by_level(self, pieces: list[int] | list[Piece]) -> dict[IdleQueue, list[Piece]]:
+        """The pieces that belong into each queue, in their order."""
+        parts: dict[IdleQueue, list[Piece]] = {}
+        for piece in pieces:
+            level = self._levels.get(piece.blocks[0] if isinstance(piece, Trail) else piece, 0)
+            parts.setdefault(self._queues[level], []).append(piece)
+        return parts
+
+    def remove(self, blocks: list[int]) -> None:
+        """Blocks are not idle any more, wherever they stand in the order."""
+        for queue, part in self._by_level(blocks).items() if self._levels else ((self._queues[0], blocks),):
+            removed = queue.remove(part)  # type: ignore[arg-type]
+            self.size -= len(part)
+            self._undo.append((self._unremove, (queue, removed, len(part))))
+
+    def _unremove(self, queue: IdleQueue, removed: Removed, count: int) -> None:
+        queue.unremove(removed)
+        self.size += count
+
+    def pop(self, count: int) -> list[int]:
+        """The next `count` blocks to evict, taken out. There are as many."""
+        blocks: list[int] = []
+        for queue in self._queues:
+            part = min(len(queue), count - len(blocks))
+            if part:
+                taken, popped = queue.pop(part)
+                self.size -= part
+                self._undo.append((self._unpop, (queue, popped, part)))
+                blocks += taken
+            if len(blocks) == count:
+                break
+        return blocks
+
+    def _unpop(self, queue: IdleQueue, popped: Popped, count: int) -> None:
+        queue.unpop(popped)
+        self.size += count
+
+    def piece(self, block: int) -> Piece:
+        """An idle block, or the trail of idle blocks that ends with it."""
+        return self._queues[self._levels.get(block, 0)].piece(block)
+
+    def gather(self, pieces: list[Piece]) -> None:
+        """Idle pieces of one prompt, tails first, become the most recently used, the last one the most recent."""
+        if not self._levels:
+            self._queues[0].gather(pieces)
+            return
+        for queue, part in self._by_level(pieces).items():
+            queue.gather(part)
+
+    # Levels.
+
+    def lift(self, block: int, level: int, idle: bool) -> bool:
+        """Let a cached block have this level at least. Returns whether it had a lower one.
+
+        If it is idle, it is then the most recently used of its level.
+        """
+        before = self._levels.get(block, 0)
+        if before >= level:
+            return False
+        if idle:
+            self.remove([block])
+        self._undo.append((self._put_level, (block, before, self._top)))
+        self._levels[block] = level
+        self._top = max(self._top, level)
+        if idle:
+            self.push([block])
+        return True
+
+    def forget(self, blocks: list[int]) -> None:
+        """Blocks are not cached any more, and not idle: their levels end."""
+        levels = self._levels
+        if levels:
+            for b in blocks:
+                if b in levels:
+                    self._undo.append((self._put_level, (b, levels[b], self._top)))
+                    del levels[b]
+
+    def _put_level(self, block: int, level: int, top: int) -> None:
+        self._top = top
+        if level:
+            self._levels[block] = level
+        else:
+            self._levels.pop(block, None)
+
+    # The whole.
+
+    def compact(self) -> None:
+        """Bound the memory of the queues. Called between operations, when nothing is left to be undone."""
+        self._queues[0].compact(self._most)
+        if self._top:
+            for queue in self._queues[1 : self._top + 1]:
+                queue.compact(self._most)
+
+    def lists(self) -> list[list[int]]:
+        """For each level the idle blocks, in the order of eviction. O(n)."""
+        return [list(queue) for queue in self._queues]
+
+    def levels(self) -> list[list[int]]:
+        """[block, level] where the level is not 0."""
+        return [list(pair) for pair in self._levels.items()]
+
+    def put(self, idle: list[list[int]], levels: list[tuple[int, int]]) -> None:
+        """Fill in a snapshot's contents."""
+        self._queues = tuple(IdleQueue(self._undo, blocks) for blocks in idle)
+        self._levels = dict(levels)
+        self._top = PRIORITIES - 1
+        self.size = sum(map(len, self._queues))
