@@ -359,6 +359,15 @@ class Watched(World):
                         use.kept.append((priority, shadow, seconds, sure))
             if not self.flights:
                 self.fenced[memory].clear()
+        self.lift()
+
+    def lift(self) -> None:
+        """What is behind a block lifts it and counts as a use of it, also when it has left before the block does."""
+        for digest, use in [pair for uses in self.uses.values() for pair in uses.items()]:
+            for node in (digest, *self.index.behind(digest)):
+                for mine in [uses[node] for uses in self.uses.values() if node in uses]:
+                    mine.most_level = max(mine.most_level, use.most_level)
+                    mine.most_time = max(mine.most_time, use.most_time)
 
     # What was computed can be found.
 

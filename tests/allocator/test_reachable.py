@@ -556,7 +556,7 @@ class Routed(Watched):
 
 def a_load(seed: int) -> tuple[dict[str, Any], list[Action]]:
     generator = random.Random(seed)
-    prompt = seed % 3  # how much is left in flight
+    drained = generator.random() < 0.75  # little is left in flight
     weights = {**dict.fromkeys(ACTIONS, 1), **WEIGHTS}
     names = [n for n in ACTIONS if n == "create" or generator.random() < 0.8 for _ in range(weights[n])]
     shape = {
@@ -568,7 +568,7 @@ def a_load(seed: int) -> tuple[dict[str, Any], list[Action]]:
     actions: list[Action] = []
     while len(actions) < LENGTH:
         actions.append((generator.choice(names), *(generator.randrange(4096) for _ in range(3))))  # type: ignore[arg-type]
-        if prompt and generator.random() < 0.8:
+        if drained and generator.random() < 0.8:
             actions.append(("drain", 1, 0, 2))
     return shape, actions
 
