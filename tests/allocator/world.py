@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -267,8 +268,13 @@ class World:
     def fork(self, a: int, b: int, c: int) -> None:
         pair = self.pick(a)
         if pair:
-            for real in self.real.fork(pair.real, b % 3):
-                self.pairs.append(Pair(real, self.model.fork(pair.model), list(pair.tokens)))
+            self.fork_of(pair, b % 3)
+
+    def fork_of(self, pair: Pair, count: int = 1) -> list[Pair]:
+        forks = self.real.fork(pair.real, count)
+        pairs = [Pair(real, self.model.fork(pair.model), list(pair.tokens)) for real in forks]
+        self.pairs += pairs
+        return pairs
 
     def truncate(self, a: int, b: int, c: int) -> None:
         pair = self.pick(a)
@@ -336,6 +342,35 @@ class World:
             self.flights.append(Flight(done[1], done[0], []))  # type: ignore[arg-type]
             self.same_moves(*done)  # type: ignore[arg-type]
 
+    def entangle(self, a: int, b: int, c: int) -> None:
+        """Swaps there and back, forks and appends of one family, and no commit between: they are taken back in long
+        rows. What plans keep in order to give it back meets what has been forked and written since.
+        """
+        if not self.inside:
+            self.prefill(4095, 0, 0)
+            self.drain(0, 0, 0)
+        pair = self.pick(a)
+        if pair is None or pair.model.pending or len(self.pairs) > 12:
+            return
+        generator = random.Random(b * 4096 + c)
+        family = [pair]
+        for _ in range(4 + c % 8):
+            some = [p for p in family if p in self.pairs and generator.random() < 0.8]
+            away = [p for p in some if p.model.state != "live"]
+            able = [p for p in some if p not in away and p.model.scheduled == len(p.model.tokens)]
+            kind = generator.choices(["swap", "fork", "abort", "append", "free"], [8, 5, 8, 4, 1])[0]
+            if kind == "swap":
+                self.swap(away or some, "swap_in" if away else "swap_out")
+            elif kind == "fork" and some[:1] and not away:
+                family += self.fork_of(some[0])
+            elif kind == "abort" and self.flights:
+                self.abort(0, 1, 0)
+            elif kind == "append" and able:
+                self._append(able[:1], [[generator.randrange(3)] * generator.randint(1, 2 * self.block_size)])
+            elif kind == "free" and len(some) > 1:
+                self.drop(some[0])
+            self.compare()
+
     def same_moves(self, plan: naive.Plan, real: Plan) -> None:
         moves = [kind for kind, src, dst in real.moves for _ in zip(src, dst, strict=True)]
         assert moves == [kind for kind, _, _ in plan.moves]
@@ -343,10 +378,13 @@ class World:
     def free(self, a: int, b: int, c: int) -> None:
         pair = self.pairs[a % len(self.pairs)] if self.pairs else None
         if pair:
-            self.real.free(pair.real)
-            self.model.free(pair.model)
-            self.pairs.remove(pair)
-            self.dead.append(pair.real)
+            self.drop(pair)
+
+    def drop(self, pair: Pair) -> None:
+        self.real.free(pair.real)
+        self.model.free(pair.model)
+        self.pairs.remove(pair)
+        self.dead.append(pair.real)
 
     def commit(self, a: int, b: int, c: int) -> None:
         if not self.flights:
@@ -599,6 +637,7 @@ ACTIONS = (
     "snapshot",
     "swap_out",
     "swap_in",
+    "entangle",
     "free",
     "commit",
     "drain",
