@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from heapq import heappop, heappush
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from pagedkern.allocator.undo import UndoLog
@@ -24,12 +22,10 @@ class Trail:
 
 
 Piece: TypeAlias = int | Trail
-Sunk: TypeAlias = tuple[int, int]
-"""Where a block stands that came from a higher level: before the entry at this place, and in which order there."""
-Raw: TypeAlias = "int | tuple[Trail, list[int], bool] | tuple[int, Sunk] | None"
-"""What was passed: a block, the complement of a stale one, (trail, blocks from its end, whether all), a sunk block."""
+Raw: TypeAlias = "int | tuple[Trail, list[int], bool] | None"
+"""An entry that was passed: a block, the complement of a stale one, (trail, blocks from its end, whether all), none."""
 Popped: TypeAlias = "list[int] | tuple[list[Raw], int]"
-Removed: TypeAlias = "tuple[list[int], list[tuple[Trail, list[int]]], list[tuple[int, Sunk]]]"
+Removed: TypeAlias = "tuple[list[int], list[tuple[Trail, list[int]]]]"
 _GONE = -1
 """An entry where a trail was that has been moved."""
 
@@ -39,21 +35,18 @@ class IdleQueue:
 
     A list whose first `_head` entries are gone. A block in the middle is taken out by remembering that its oldest
     entry is stale; the entry itself goes when it reaches the front. An entry of a block is stale as long as `_stale`
-    counts the block, because older entries come out first. Blocks of a `Trail` have no entries of their own, nor have
-    those that `sink` has put between the entries.
+    counts the block, because older entries come out first. Blocks of a `Trail` have no entries of their own.
     """
 
     __slots__ = (
         "_base",
         "_entries",
         "_head",
-        "_heap",
         "_num_gone",
         "_num_odd",
         "_num_stale",
         "_size",
         "_stale",
-        "_sunk",
         "_undo",
         "trails",
     )
@@ -67,18 +60,11 @@ class IdleQueue:
         self._num_gone = 0
         self._num_odd = 0  # entries from the head on that are no blocks: trails, and where one was
         self._size = len(self._entries)
-        self._sunk: dict[int, Sunk] = {}
-        self._heap: list[tuple[Sunk, int]] = []  # the same, next ones first, and some that are sunk no more
         self._undo = undo
         self.trails: dict[int, Trail] = {}  # of each block that is in one
 
     def __len__(self) -> int:
         return self._size
-
-    @property
-    def end(self) -> int:
-        """The place of the next entry."""
-        return self._base + len(self._entries)
 
     def push(self, blocks: list[int]) -> None:
         """Add blocks as the most recently used, the last one the most recent."""
@@ -94,11 +80,7 @@ class IdleQueue:
         """Take out blocks, wherever they stand. Returns what `unremove` needs."""
         before: list[tuple[Trail, list[int]]] = []
         left: list[list[int]] = []
-        sunk: list[tuple[int, Sunk]] = []
         num_blocks = len(blocks)
-        if self._sunk:
-            sunk = [(b, self._sunk[b]) for b in blocks if b in self._sunk]
-            blocks = [b for b in blocks if b not in self._sunk]
         if self.trails:
             cut = dict.fromkeys(self.trails[b] for b in blocks if b in self.trails)
             gone = set(blocks)
@@ -108,8 +90,6 @@ class IdleQueue:
         # Nothing below raises.
         self._size -= num_blocks
         self._num_stale += len(blocks)
-        for b, _ in sunk:
-            del self._sunk[b]
         stale = self._stale
         for b in blocks:
             stale[b] = stale.get(b, 0) + 1
@@ -121,16 +101,14 @@ class IdleQueue:
             if not new:
                 self._entries[trail.place - self._base] = _GONE
                 self._num_gone += 1
-        return blocks, before, sunk
+        return blocks, before
 
     def unremove(self, removed: Removed) -> None:
         """Undo a `remove`: the blocks stand where they stood."""
-        blocks, trails, sunk = removed
+        blocks, trails = removed
         for b in blocks:
             self._freshen(b)
-        for b, where in sunk:
-            self._unsurface(b, where)
-        self._size += len(blocks) + len(sunk)
+        self._size += len(blocks)
         for trail, before in trails:
             if not trail.blocks:
                 self._entries[trail.place - self._base] = trail
@@ -152,36 +130,15 @@ class IdleQueue:
         The caller has made sure that there are as many.
         """
         self._size -= count
-        if not self._stale and not self._num_odd and not self._sunk:
+        if not self._stale and not self._num_odd:
             blocks: list[int] = self._entries[self._head : self._head + count]  # type: ignore[assignment]
             self._head += count
             return blocks, blocks
         blocks = []
         raw: list[Raw] = []
-        entries, stale, heap = self._entries, self._stale, self._heap
         while len(blocks) < count:
-            entry = entries[self._head] if self._head < len(entries) else None
-            if self._sunk:
-                while self._sunk.get(heap[0][1]) != heap[0][0]:
-                    heappop(heap)
-            if entry == _GONE:
-                raw.append(None)
-                self._num_odd -= 1
-                self._num_gone -= 1
-            elif entry in stale:
-                raw.append(~entry)  # type: ignore[operator]  # the complement marks a stale entry
-                if stale[entry] == 1:  # type: ignore[index]
-                    del stale[entry]  # type: ignore[arg-type]
-                else:
-                    stale[entry] -= 1  # type: ignore[index]
-                self._num_stale -= 1
-            elif self._sunk and heap[0][0][0] <= self._base + self._head:
-                where, b = heappop(heap)
-                del self._sunk[b]
-                blocks.append(b)
-                raw.append((b, where))
-                continue
-            elif isinstance(entry, Trail):
+            entry = self._entries[self._head]
+            if isinstance(entry, Trail):
                 part = min(count - len(blocks), len(entry.blocks))
                 taken = entry.blocks[-part:]
                 del entry.blocks[-part:]
@@ -192,8 +149,19 @@ class IdleQueue:
                 if entry.blocks:
                     break
                 self._num_odd -= 1
+            elif entry == _GONE:
+                raw.append(None)
+                self._num_odd -= 1
+                self._num_gone -= 1
+            elif entry in self._stale:
+                raw.append(~entry)  # the complement marks a stale entry
+                if self._stale[entry] == 1:
+                    del self._stale[entry]
+                else:
+                    self._stale[entry] -= 1
+                self._num_stale -= 1
             else:
-                blocks.append(entry)  # type: ignore[arg-type]
+                blocks.append(entry)
                 raw.append(entry)
             self._head += 1
         return blocks, (raw, count)
@@ -208,9 +176,6 @@ class IdleQueue:
         self._size += count
         for entry in reversed(raw):
             if isinstance(entry, tuple):
-                if len(entry) == 2:
-                    self._unsurface(*entry)
-                    continue
                 trail, taken, whole = entry
                 trail.blocks += taken
                 self.trails.update(dict.fromkeys(taken, trail))
@@ -224,22 +189,6 @@ class IdleQueue:
             elif entry < 0:
                 self._stale[~entry] = self._stale.get(~entry, 0) + 1
                 self._num_stale += 1
-
-    # Blocks of a higher level that sink to this one.
-
-    def sink(self, block: int, where: Sunk) -> None:
-        """Add a block at the place where it would stand had it been here since it was last used."""
-        self._unsurface(block, where)
-        self._size += 1
-
-    def unsink(self, block: int) -> None:
-        """Undo a `sink`."""
-        del self._sunk[block]
-        self._size -= 1
-
-    def _unsurface(self, block: int, where: Sunk) -> None:
-        self._sunk[block] = where
-        heappush(self._heap, (where, block))
 
     # Trails.
 
@@ -271,26 +220,19 @@ class IdleQueue:
                 continue
             if not trails:
                 trails.append(Trail())
-            where = self._sunk.get(piece)
-            self._undo.append((self._detach, (trails[-1], piece, where)))
-            if where is not None:
-                del self._sunk[piece]
-            else:
-                self._stale[piece] = self._stale.get(piece, 0) + 1
-                self._num_stale += 1
+            self._undo.append((self._detach, (trails[-1], piece)))
+            self._stale[piece] = self._stale.get(piece, 0) + 1
+            self._num_stale += 1
             trails[-1].blocks.append(piece)
             self.trails[piece] = trails[-1]
         for trail in reversed(trails):
             self._move(trail)
 
-    def _detach(self, trail: Trail, block: int, where: Sunk | None) -> None:
+    def _detach(self, trail: Trail, block: int) -> None:
         if self.trails.get(block) is trail:
             trail.blocks.pop()
             del self.trails[block]
-            if where is not None:
-                self._unsurface(block, where)
-            else:
-                self._freshen(block)
+            self._freshen(block)
 
     def _move(self, trail: Trail) -> None:
         """A trail becomes the most recently used."""
@@ -315,36 +257,24 @@ class IdleQueue:
 
     # The whole.
 
-    def compact(self, limit: int, told: bool = False) -> Callable[[int], int] | None:
+    def compact(self, limit: int) -> None:
         """Drop what is gone once it is as much as what is there, and stale entries once they are more than `limit`.
 
-        So memory stays bounded. Called between operations only: undoing counts entries. If places have changed and
-        are to be `told`, returns what says the new one of an old one.
+        So memory stays bounded. Called between operations only: undoing counts entries.
         """
-        if self._num_stale + self._num_gone <= limit:
-            if self._head > 1024 and 2 * self._head > len(self._entries):
-                del self._entries[: self._head]
-                self._base += self._head
-                self._head = 0
-            return None
-        places = [place for place, _ in self._placed()] if told or self._sunk else []
-        self._entries = list(self._fresh())
-        self._stale.clear()
-        self._num_stale = self._num_gone = self._head = self._base = 0
-        if self._num_odd:
-            trails = [(place, entry) for place, entry in enumerate(self._entries) if isinstance(entry, Trail)]
-            self._num_odd = len(trails)
-            for place, trail in trails:
-                trail.place = place
-        if not told and not self._sunk:
-            return None
-
-        def moved(place: int) -> int:
-            return bisect_left(places, place)
-
-        self._sunk = {b: (moved(place), order) for b, (place, order) in self._sunk.items()}
-        self._heap = sorted((where, b) for b, where in self._sunk.items())
-        return moved
+        if self._num_stale + self._num_gone > limit:
+            self._entries = list(self._fresh())
+            self._stale.clear()
+            self._num_stale = self._num_gone = self._head = self._base = 0
+            if self._num_odd:
+                places = [(place, entry) for place, entry in enumerate(self._entries) if isinstance(entry, Trail)]
+                self._num_odd = len(places)
+                for place, trail in places:
+                    trail.place = place
+        elif self._head > 1024 and 2 * self._head > len(self._entries):
+            del self._entries[: self._head]
+            self._base += self._head
+            self._head = 0
 
     def _fresh(self) -> Iterator[Piece]:
         """The entries that count. O(n)."""
@@ -353,41 +283,16 @@ class IdleQueue:
             skip[gone] = self._num_gone
         for entry in self._entries[self._head :]:
             if entry in skip:
-                left = skip[entry] - 1  # type: ignore[index]
+                left = skip[entry] - 1
                 if left:
-                    skip[entry] = left  # type: ignore[index]
+                    skip[entry] = left
                 else:
-                    del skip[entry]  # type: ignore[arg-type]
+                    del skip[entry]
             else:
                 yield entry
 
-    def _placed(self) -> Iterator[tuple[int, Piece]]:
-        """The entries that count, each with its place. O(n)."""
-        entries = enumerate(self._entries[self._head :], self._base + self._head)
-        for wanted in self._fresh():
-            place, entry = next(entries)
-            while entry is not wanted and entry != wanted:
-                place, entry = next(entries)
-            yield place, entry
-
-    def places(self) -> list[tuple[int, int]]:
-        """Each block, the least recently used first, and a place: blocks that come to be after it have a higher one.
-
-        O(n).
-        """
-        listed = [
-            ((place, 1, 0), list(reversed(entry.blocks)) if isinstance(entry, Trail) else [entry])
-            for place, entry in self._placed()
-        ]
-        listed += [((place, 0, order), [b]) for b, (place, order) in self._sunk.items()]
-        listed.sort(key=lambda item: item[0])
-        return [(b, where[0]) for where, blocks in listed for b in blocks]
-
     def __iter__(self) -> Iterator[int]:
         """The blocks, least recently used first. O(n)."""
-        if self._sunk:
-            yield from [b for b, _ in self.places()]
-            return
         for entry in self._fresh():
             if isinstance(entry, Trail):
                 yield from reversed(entry.blocks)
