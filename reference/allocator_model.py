@@ -106,12 +106,16 @@ class Block:
         """It has this level at least, and so has what is before it."""
         assert self.node is not None
         before = [b for n in self.node.before() for _, b in sorted(n.blocks.items(), key=self.own_first)]
+        moved: dict[str, Block] = {}
         for block in [self, *before]:
             if block.level < level:
                 block.level = level
                 if block.idle:
                     block.pool.idle.remove(block)
                     block.pool.idle.append(block)
+                    moved.setdefault(block.pool.name, block)
+        for block in moved.values():
+            block.use()
 
     def own_first(self, item: tuple[str, Block]) -> bool:
         return item[0] != self.pool.name
@@ -225,7 +229,8 @@ class Row:
     base: int = 0
     num_blocks: int = 0
     replaced: list[tuple[int, Block, Block]] = field(default_factory=list)
-    before: tuple[str, list[Block | None], bool] | None = None  # of a swap
+    before: tuple[str, list[Block | None]] | None = None  # of a swap
+    moved: list[Block | None] | None = None  # of a swap: the table that it gave the sequence
     rides: bool = False  # only waits for it
 
 
@@ -254,6 +259,7 @@ class Model:
         self.roots: dict[object, Node] = {}
         self.seqs: list[Seq] = []
         self.num_plans = 0
+        self.in_flight: list[Plan] = []
 
     def blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.size - 1) // self.size
@@ -453,7 +459,8 @@ class Model:
 
     def plan(self) -> Plan:
         self.num_plans += 1
-        return Plan(self.num_plans)
+        self.in_flight.append(Plan(self.num_plans))
+        return self.in_flight[-1]
 
     def ride(self, plan: Plan, seq: Seq, row: Row | None = None) -> None:
         if plan not in seq.pending:
@@ -475,6 +482,7 @@ class Model:
         release(blocks, seq.level)
 
     def land(self, plan: Plan) -> None:
+        self.in_flight.remove(plan)
         for block, num_tokens in plan.seals:
             block.seals.remove(num_tokens)
         for pool in (self.device, self.host):
@@ -653,7 +661,7 @@ class Model:
         return plan, places
 
     def change_place(self, plan: Plan, seq: Seq, blocks: list[Block | None], state: str) -> None:
-        row = Row(seq, before=(seq.state, seq.blocks, seq.arriving))
+        row = Row(seq, before=(seq.state, seq.blocks), moved=blocks)
         self.give_up(seq, seq.blocks, plan)
         seq.blocks, seq.state = blocks, state
         self.ride(plan, seq, row)
@@ -666,11 +674,10 @@ class Model:
                 assert seq.pending.pop(0) is plan
                 seq.computed = max(seq.computed, row.end)
                 if seq.arriving:
-                    here = [b for b in seq.blocks if b is not None]
-                    seq.arriving = any(p.brings for p in seq.pending) or any(b.incoming for b in here)
+                    seq.arriving = self.awaits(seq)
                 if seq.state == "live":
                     self.cache(seq)
-                elif row.before is not None and row.before[0] == "live":
+                elif row.moved is seq.blocks:
                     self.enter_on_host(seq)
         self.land(plan)
 
@@ -684,12 +691,17 @@ class Model:
                 self.unswap(plan, row)
             elif not row.rides:
                 self.take_back(row)
-        for b, h in plan.arrivals:
-            self.expect_again(b, h)
+        if plan.brings:
+            for b, h in plan.arrivals:
+                if b.owners:
+                    self.expect_again(b, h)
         self.land(plan)
 
+    def awaits(self, seq: Seq) -> bool:
+        return any(p.brings for p in seq.pending) or any(b.incoming for b in seq.blocks if b is not None)
+
     def expect_again(self, block: Block, expected: Block) -> None:
-        if block.owners and block.incoming is None:
+        if block.incoming is None:
             self.host.retain(expected)
             block.incoming = expected
 
@@ -711,15 +723,22 @@ class Model:
     def unswap(self, plan: Plan, row: Row) -> None:
         seq, now = row.seq, row.seq.blocks
         assert row.before is not None
-        state, table, arriving = row.before
+        state, table = row.before
         if state == "swapped out":
             table = table[: self.blocks_for(seq.scheduled)]
+        lost = [b for b, _ in plan.arrivals if not b.owners and not b.cached]
         for block in table:
             if block is not None:
                 block.pool.retain(block)
         for b, h in plan.arrivals:
-            if b in table:
+            bringing = [p for p in self.in_flight if p.brings and (b, h) in p.arrivals]
+            if b in table and bringing:  # what a step has moved in since it swapped out comes with that step
+                self.ride(bringing[-1], seq)
+            elif b in table and b in lost:
                 self.expect_again(b, h)
         release(now, seq.level)
-        seq.blocks, seq.state, seq.arriving = list(table), state, arriving
+        seq.blocks, seq.state = list(table), state
+        seq.arriving = state == "live" and self.awaits(seq)
         self.use(seq)
+        if state == "live":
+            self.cache(seq)

@@ -14,6 +14,13 @@ def fill(core: Core, fills: list[Fill]) -> None:
         enter(core, seq, seq._blocks.index(block, seq._registered) + 1)
 
 
+def enter_computed(core: Core, seq: Sequence) -> None:
+    """Enter what an `own`ed live sequence has computed and the cache has not been told of, if its contents are there."""
+    full = min(seq._computed, len(seq._tokens)) // core.block_size
+    if full > seq._registered and not seq._arriving:
+        enter(core, seq, full)
+
+
 def enter(core: Core, seq: Sequence, full: int) -> None:
     """Enter full, computed blocks of an `own`ed sequence up to a number, those that the cache does not know yet.
 

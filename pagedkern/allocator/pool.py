@@ -279,19 +279,26 @@ class BlockPool(Links):
 
     def lift(self, block: int, level: int) -> None:
         """Let a cached block, and all that is before it on either memory, have this level at least."""
-        if not self.idle.lift(block, level, self.is_idle(block)):
+        idle = self.is_idle(block)
+        if not self.idle.lift(block, level, idle):
             return
+        moved: dict[str, tuple[BlockPool, int]] = {self.name: (self, block)} if idle else {}
         node, prefix = self.prefix.parent_of(block), self.prefix
-        while True:
-            lifted, pools = False, (self, self.peer)
-            for pool in pools:
+        lifted = True
+        while lifted:
+            lifted = False
+            for pool in (self, self.peer):
                 b = pool.prefix.at(node)
                 if b is not None:
-                    prefix, block = pool.prefix, b
-                    lifted |= pool.idle.lift(b, level, pool.is_idle(b))
-            if not lifted:
-                return
-            node = prefix.parent_of(block)
+                    prefix, block, idle = pool.prefix, b, pool.is_idle(b)
+                    if pool.idle.lift(b, level, idle):
+                        lifted = True
+                        if idle:
+                            moved.setdefault(pool.name, (pool, b))
+            if lifted:
+                node = prefix.parent_of(block)
+        for pool, b in moved.values():  # it was put behind what is before it and had the level already
+            pool.use(b)
 
     def inherit(self, block: int) -> None:
         """A block is cached now whose node the other memory had already: it is as dear as what is behind it."""

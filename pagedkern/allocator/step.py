@@ -65,7 +65,7 @@ MOST_LANES = 1024
 class Row:
     """What one step in flight does for one sequence: it computes tokens `start .. end-1`."""
 
-    __slots__ = ("base", "before", "cows", "end", "num_blocks", "reach", "rides", "seq", "start")
+    __slots__ = ("base", "before", "cows", "end", "moved", "num_blocks", "reach", "rides", "seq", "start")
 
     def __init__(self, seq: Sequence, start: int, end: int, base: int, num_blocks: int) -> None:
         self.seq = seq
@@ -75,11 +75,12 @@ class Row:
         self.base = base  # the sequence's length if the step is aborted
         self.num_blocks = num_blocks  # its table's length then
         self.cows: list[tuple[int, int, int]] = []  # (index in the table, block before, block now)
-        self.before: tuple[State, tuple[int, ...], bool] | None = None  # of a swap: what `abort` restores
+        self.before: tuple[State, tuple[int, ...]] | None = None  # of a swap: what `abort` restores
+        self.moved: list[int] | None = None  # of a swap: the table that the sequence got, as long as it has that one
         self.rides = False  # the sequence only depends on the plan: nothing of its own is done or undone
 
     def copy(self, seq: Sequence) -> Row:
-        """The same for a fork of the sequence."""
+        """The same for a fork of the sequence, which has a table of its own."""
         row = Row(seq, self.start, self.end, self.base, self.num_blocks)
         row.cows, row.before, row.rides = list(self.cows), self.before, self.rides
         return row

@@ -232,10 +232,8 @@ def commit(core: Core, plan: Plan) -> None:
         if seq._arriving:
             seq._arriving = core.awaits(seq)
         if seq._state is State.LIVE:
-            full = min(seq._computed, len(seq._tokens)) // core.block_size
-            if full > seq._registered and not seq._arriving:
-                caching.enter(core, seq, full)
-        elif row.before is not None and row.before[0] is State.LIVE:
+            caching.enter_computed(core, seq)
+        elif row.moved is seq._blocks:  # else the plan has moved it to blocks that it has left since
             caching.cache_on_host(core, seq)
     plan._phase = Phase.COMMITTED
     core.land(plan)
@@ -259,9 +257,10 @@ def abort(core: Core, plan: Plan) -> None:
             unswap(core, plan, row)
         elif not row.rides:
             _take_back(core, row)
-    for b, h in plan._arrivals:
-        if core.pool.refs[b] and b not in core.pool.incoming:
-            core.pool.expect(b, h)
+    if plan._brings:
+        for b, h in plan._arrivals:
+            if core.pool.refs[b] and b not in core.pool.incoming:
+                core.pool.expect(b, h)
     plan._phase = Phase.ABORTED
     core.land(plan)
     core.counts.moves(plan, not isinstance(plan, Step), -1)

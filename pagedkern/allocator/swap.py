@@ -97,7 +97,8 @@ def _plan(
 def _change_place(core: Core, plan: Plan, seq: Sequence, blocks: list[int], state: State) -> None:
     """The sequence's blocks are elsewhere from now on; the old ones are fenced for the plan, which reads them."""
     row = Row(seq, 0, 0, seq._length, len(seq._blocks))
-    row.before = (seq._state, tuple(seq._blocks), seq._arriving)  # forks of the sequence share it: nothing that changes
+    row.before = (seq._state, tuple(seq._blocks))  # forks of the sequence share it: nothing that changes
+    row.moved = blocks
     core.give_up(seq, seq._blocks, plan)
     seq._blocks, seq._state, seq._dirty = blocks, state, True
     seq._whole, seq._apart = False, True
@@ -109,16 +110,35 @@ def unswap(core: Core, plan: Plan, row: Row) -> None:
     """A plan in flight is not carried out: the sequence is where it was."""
     seq = row.seq
     assert row.before is not None
-    state, before, arriving = row.before
+    state, before = row.before
     table, moved, now = list(before), seq._blocks, core.pool_of(seq)
     if state is State.SWAPPED:
         table = table[: core.num_blocks_for(seq._scheduled)]
+    arrivals = [(b, h) for b, h in plan._arrivals if b in table]
+    lost = [pair for pair in arrivals if not core.pool.refs[pair[0]]]
     now.peer.retain([b for b in table if b >= 0])
-    for b, h in plan._arrivals:
-        if b in table and b not in core.pool.incoming:
-            core.pool.expect(b, h)
+    if arrivals:
+        _await(core, seq, arrivals, lost)
     seq._whole, seq._apart = False, True
     core.release(seq, moved)
-    seq._blocks, seq._state, seq._arriving, seq._dirty = table, state, arriving, True
+    seq._blocks, seq._state, seq._dirty = table, state, True
     seq._private, seq._passed = len(table), table.count(-1)
+    seq._arriving = state is State.LIVE and core.awaits(seq)
     caching.use(core, seq)
+    if state is State.LIVE:
+        caching.enter_computed(core, seq)
+
+
+def _await(core: Core, seq: Sequence, arrivals: list[tuple[int, int]], lost: list[tuple[int, int]]) -> None:
+    """A sequence comes back to blocks whose contents were still to come from the host when it left them.
+
+    What another step has moved in since has come, or comes with that step. `lost`: the blocks that nobody had kept.
+    """
+    pool = core.pool
+    flying = [plan for plan in core.in_flight.values() if plan._brings and plan._arrivals]
+    for pair in arrivals:
+        bringing = [plan for plan in flying if pair in plan._arrivals]
+        if bringing:
+            core.ride(bringing[-1], seq)
+        elif pair in lost and pair[0] not in pool.incoming and pool.prefix.keys[pair[0]] is None:
+            pool.expect(*pair)

@@ -93,6 +93,6 @@ def test_check_sees_a_sequence_and_a_plan_that_hold_one_list() -> None:
     plan = allocator.swap_out([seq])
     (row,) = plan._rows or ()
     assert row.before is not None
-    row.before = (row.before[0], other._blocks, row.before[2])  # type: ignore[assignment]
+    row.before = (row.before[0], other._blocks)  # type: ignore[assignment]
     with pytest.raises(AuditError, match="row 0 of plan 3 and sequence 2 hold one list"):
         allocator.check()
