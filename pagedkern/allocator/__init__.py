@@ -6,13 +6,15 @@ Where things are:
 `replay` does again.
 - `sequence`, `step`: what callers hold. `sequences`, `stepper`, `swap`: what is done to them. `cohort`: the fast path
 of a batch that only decodes.
-- `core`: the shared state; `pool`: owners of blocks; `prefix`: cached contents; `idle`, `undo`: the data structures.
+- `core`: the shared state; `pool`: owners of blocks; `prefix`: cached contents, with its `tree`, `roots` and `run`;
+`ranks`: the order of eviction, with `retention`; `spans`: block keys; `idle`, `undo`: the data structures.
 - `audit`: `check()`. `observe`: counts and events. `snapshot`: the state as JSON. `arguments`: checks of what comes in.
 """
 
 from pagedkern.allocator.allocator import BlockAllocator
 from pagedkern.allocator.events import BlockEvent
+from pagedkern.allocator.retention import Retention
 from pagedkern.allocator.sequence import Sequence
 from pagedkern.allocator.step import Copies, Plan, Step, Verdict
 
-__all__ = ["BlockAllocator", "BlockEvent", "Copies", "Plan", "Sequence", "Step", "Verdict"]
+__all__ = ["BlockAllocator", "BlockEvent", "Copies", "Plan", "Retention", "Sequence", "Step", "Verdict"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as List
 from contextlib import contextmanager
 from threading import get_ident
+from time import monotonic
 from typing import Any, TextIO
 
-from pagedkern.allocator import sequences, snapshot, stepper, swap
+from pagedkern.allocator import sequences, snapshot, spans, stepper, swap
 from pagedkern.allocator.arguments import (
     EVERYBODY,
     MAX_TOKENS,
@@ -26,7 +28,10 @@ from pagedkern.allocator.core import Core
 from pagedkern.allocator.events import LIMIT
 from pagedkern.allocator.facts import Facts
 from pagedkern.allocator.operation import OperationLog, look_again, operation, transaction
+from pagedkern.allocator.retention import Retention
+from pagedkern.allocator.retention import read as read_retention
 from pagedkern.allocator.sequence import Sequence, State
+from pagedkern.allocator.spans import Keys
 from pagedkern.allocator.step import Origin, Phase, Plan, Step, Verdict
 from pagedkern.errors import AuditError, InvalidArgument, InvalidType, WrongThread
 
@@ -71,6 +76,7 @@ class BlockAllocator(Facts):
         num_host_blocks: blocks in host memory, for swapping.
         prefix_caching: whether prompts share the full blocks of equal prefixes.
         watermark: share of `num_blocks` that `can_allocate` wants to remain free, so that what runs already can grow.
+        clock: tells the time in seconds, which matters to `Retention` only. A snapshot has how much is left.
     """
 
     def __init__(
@@ -81,6 +87,7 @@ class BlockAllocator(Facts):
         num_host_blocks: int = 0,
         prefix_caching: bool = True,
         watermark: float = 0.0,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         num_blocks = integer("num_blocks", num_blocks, 1, 2**31 - 1)
         block_size = integer("block_size", block_size, 1, 2**31 - 1)
@@ -91,7 +98,9 @@ class BlockAllocator(Facts):
             raise InvalidType(f"watermark: got {watermark!r}, a number from 0 to below 1 is accepted")
         if not 0 <= watermark < 1:
             raise InvalidArgument(f"watermark: got {watermark}, a number from 0 to below 1 is accepted")
-        self._core = Core(self, num_blocks, num_host_blocks, block_size, prefix_caching)
+        if not callable(clock):
+            raise InvalidType(f"clock: got {clock!r}, expected a function that gives seconds")
+        self._core = Core(self, num_blocks, num_host_blocks, block_size, prefix_caching, clock)
         self._reserve = int(watermark * num_blocks)
         self._thread: int | None = None
         self._log: OperationLog | None = None
@@ -99,28 +108,44 @@ class BlockAllocator(Facts):
     # Sequences.
 
     @operation
-    def can_allocate(self, tokens: int | Tokens, *, salt: Salt = None, spare_blocks: int = 0) -> Verdict:
+    def can_allocate(
+        self, tokens: int | Tokens, *, salt: Salt = None, spare_blocks: int = 0, keys: Keys = ()
+    ) -> Verdict:
         """Whether `create` would succeed and leave the watermark free: `OK`, `LATER`, or `NEVER`. Changes nothing.
 
         `NEVER` when the prompt needs more blocks than the pool has above the watermark, cached or not. O(tokens).
 
         Args:
-            tokens, salt: as in `create`.
+            tokens, salt, keys: as in `create`.
             spare_blocks: so many blocks are to remain free, too.
         """
         core = self._core
         kept = self._reserve + integer("spare_blocks", spare_blocks, 0)
         ids, length, shares = self._prompt(tokens)
+        marks = spans.read(keys, length) if keys != () else ()
         need = core.num_blocks_for(length)
         if need > self.num_blocks - self._reserve:
             return Verdict.NEVER
         root = core.roots.peek(tenant(salt))
-        hits = [b for b in core.prefix.match(root, ids.tobytes()) if b >= 0] if shares and root else []
+        hits: list[int] = []
+        if shares and root:
+            data = ids.tobytes()
+            special = spans.special(marks, data, core.prefix.stride)
+            hits = [b for b in core.prefix.match(root, data, special) if b >= 0]
         free = core.pool.num_free - core.pool.num_idle_of(hits)
         return Verdict.OK if need - len(hits) + kept <= free else Verdict.LATER
 
     @operation
-    def create(self, tokens: int | Tokens, *, salt: Salt = None, priority: int = 0, again: bool = False) -> Sequence:
+    def create(
+        self,
+        tokens: int | Tokens,
+        *,
+        salt: Salt = None,
+        priority: int = 0,
+        keys: Keys = (),
+        retention: List[Retention] = (),
+        again: bool = False,
+    ) -> Sequence:
         """A new sequence with this prompt: token ids, or a count when there is nothing to share.
 
         The longest prefix of full blocks that is cached under the same salt is shared, not computed again
@@ -131,12 +156,21 @@ class BlockAllocator(Facts):
             tokens: ids of up to 64 bits with a sign, or their number.
             salt: a string, bytes, an int of at most 4096 bits, or None. Sequences with different salts share nothing.
             priority: 0 to 3. When blocks are lacking, cached blocks of freed sequences of lower priority go first.
+            keys: what tokens stand for that their ids do not tell, as placeholders of images do: a list of
+                (start, end, digest), positions `start .. end-1`, in order and none overlapping another; the digest is
+                a string, bytes or an int of at most 4096 bits. Such a token is shared only with the same token of the
+                same digest at the same offset in its span. Forks have them too.
+            retention: priorities of parts of the prompt and of what is to follow it: see `Retention`. Forks have them
+                too, each until it is freed.
             again: the prompt has been counted in `stats` before, as that of a request which is computed again after a
                 preemption: what is asked and found is not counted once more.
 
         Raises `OutOfBlocks`, whose message says how many blocks are needed and free. O(tokens).
         """
-        return sequences.create(self._core, *self._prompt(tokens), tenant(salt), priority, again)
+        ids, length, shares = self._prompt(tokens)
+        marks = spans.read(keys, length) if keys != () else ()
+        kept = read_retention(retention) if retention != () else ()
+        return sequences.create(self._core, ids, length, shares, tenant(salt), priority, marks, kept, again)
 
     @operation
     def fork(self, seq: Sequence, n: int = 1) -> list[Sequence]:
@@ -378,7 +412,7 @@ class BlockAllocator(Facts):
         return snapshot.take(self._core, self._reserve)
 
     @classmethod
-    def restore(cls, state: dict[str, Any]) -> BlockAllocator:
+    def restore(cls, state: dict[str, Any], *, clock: Callable[[], float] = monotonic) -> BlockAllocator:
         """The allocator of a `snapshot`, `state`; its sequences, with the same ids, are in `sequences`.
 
         A snapshot says in which blocks keys and values are, not what they are: restore it only where the memory of the
@@ -386,7 +420,7 @@ class BlockAllocator(Facts):
 
         `InvalidArgument` for what is not a snapshot of this version, with the field at fault if it is damaged.
         """
-        allocator = cls(**snapshot.shape(state))
+        allocator = cls(**snapshot.shape(state), clock=clock)
         allocator._reserve = snapshot.put(allocator._core, state)
         try:
             allocator.check()
@@ -401,7 +435,7 @@ class BlockAllocator(Facts):
         report is one file. The log starts with a snapshot: nothing may be in flight. If the file cannot be written
         later on, the log ends with a `RuntimeWarning`. Slow: for finding faults.
         """
-        self._log = None if file is None else OperationLog(file, self.snapshot())
+        self._log = None if file is None else OperationLog(file, self.snapshot(), self._core.deadlines.reading)
 
     # Care.
 

@@ -24,7 +24,9 @@ class Everybody(enum.Enum):
 
 EVERYBODY = Everybody.EVERYBODY
 MAX_TOKENS = 2**31 - 1
-"""Of a sequence and of a step: lengths are int32."""
+"""Most tokens of a sequence and of a step: lengths are int32."""
+PRIORITIES = 4
+"""Levels of eviction: cached blocks of level 0 are evicted before those of level 1, and so on."""
 
 
 def integer(name: str, value: object, low: int, high: int | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from pagedkern.allocator import spans
 from pagedkern.allocator.run import Run
 from pagedkern.allocator.sequence import Sequence, State
 
@@ -29,11 +30,22 @@ def check(core: Core, expect: Expect) -> None:
         )
         cached = len(prefix.keys) - prefix.keys.count(None)
         expect(cached == len(prefix), f"{pool.name}: {cached} blocks are cached, {len(prefix)} are counted")
-        levels = [b for b, _ in pool.idle.levels() if prefix.keys[b] is None]
+        levels = [b for b in pool.idle.marked if prefix.keys[b] is None]
         expect(not levels, f"{pool.name} blocks {levels}: not cached, yet with a level")
+        _check_leases(pool, expect)
     for seq in core.live.values():
         if seq._cohort is None and seq._root and seq._state is State.LIVE:
             _check_sequence(core, seq, expect)
+
+
+def _check_leases(pool: BlockPool, expect: Expect) -> None:
+    """Leases and the blocks that have them know each other, and a block has the highest level of all."""
+    ranks = pool.idle
+    for b in ranks.marked:
+        leases = ranks.leases(b)
+        highest = max([ranks.lasting(b), *(lease.priority for lease in leases)])
+        expect(ranks.level(b) == highest, f"{pool.name} block {b}: level {ranks.level(b)}, leases make it {highest}")
+        expect(all((ranks, b) in lease.blocks for lease in leases), f"{pool.name} block {b}: a lease does not know it")
 
 
 class _Walk:
@@ -101,7 +113,7 @@ def _check_sequence(core: Core, seq: Sequence, expect: Expect) -> None:
     """Its blocks are cached behind the prefix and with the tokens that it has, and all are if it says so."""
     full, keys, blocks = seq._registered, core.prefix.keys, seq._blocks
     data = memoryview(seq._tokens)[: full * core.block_size].tobytes()
-    found = core.prefix.match(seq._root, data)
+    found = core.prefix.match(seq._root, data, spans.special(seq._keys, data, core.prefix.stride))
     pairs = [(i, b) for i, b in enumerate(blocks[:full]) if b >= 0 and keys[b] is not None]
     wrong = [b for i, b in pairs if i >= len(found) or found[i] != b]
     expect(not wrong, f"sequence {seq.id}: blocks {wrong} are cached with other tokens or behind another prefix")

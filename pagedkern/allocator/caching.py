@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagedkern.allocator import spans
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.prefix import Fill
 from pagedkern.allocator.sequence import Sequence, State
@@ -15,7 +16,7 @@ def fill(core: Core, fills: list[Fill]) -> None:
 
 
 def enter_computed(core: Core, seq: Sequence) -> None:
-    """Enter what an `own`ed live sequence has computed and the cache has not been told of, if its contents are there."""
+    """Enter what an `own`ed live sequence has computed and the cache does not know, if its contents are there."""
     full = min(seq._computed, len(seq._tokens)) // core.block_size
     if full > seq._registered and not seq._arriving:
         enter(core, seq, full)
@@ -40,13 +41,14 @@ def enter(core: Core, seq: Sequence, full: int) -> None:
                 seq._root, seq._apart = 0, True
                 return
     data = seq._tokens[start * size : full * size].tobytes()
-    whole, shared = core.prefix.insert(parent, data, blocks[start:full], start >= seq._private)
+    special = spans.special(seq._keys, data, core.prefix.stride, start)
+    whole, shared = core.prefix.insert(parent, data, blocks[start:full], start >= seq._private, special)
     seq._registered = full
     if seq._private < full:
         seq._private = full
     if not start:
         seq._whole = whole
-        seq._apart = not whole or seq._priority > 0
+        seq._apart = not whole or seq._dear or bool(seq._keys)
     elif not whole:
         seq._whole, seq._apart = False, True
     for b in shared:
@@ -61,7 +63,8 @@ def cache_on_host(core: Core, seq: Sequence) -> None:
     if not full or not seq._root or seq._blocks[0] < 0:
         return
     data = seq._tokens[: full * core.block_size].tobytes()
-    _, shared = core.host.prefix.insert(seq._root, data, seq._blocks[:full])
+    special = spans.special(seq._keys, data, core.prefix.stride)
+    _, shared = core.host.prefix.insert(seq._root, data, seq._blocks[:full], special=special)
     for b in shared:
         core.host.inherit(b)
     use(core, seq)
@@ -109,8 +112,8 @@ def use(core: Core, seq: Sequence) -> None:
     last = pool.last_cached(seq._blocks)
     if last < 0:
         return
-    if seq._priority:
-        pool.lift(last, seq._priority)
+    if seq._dear:
+        core.lift(seq, seq._blocks)
     if not seq._owns_all:
         first = seq._blocks[seq._passed] if seq._passed < len(seq._blocks) else -1
         if seq._whole and not seq._arriving and first >= 0 and pool.prefix.keys[first] is not None:

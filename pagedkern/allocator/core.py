@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from pagedkern.allocator.arguments import Salt
@@ -11,6 +11,7 @@ from pagedkern.allocator.counts import Counts
 from pagedkern.allocator.events import Cached, EventLog, cached_now
 from pagedkern.allocator.pool import BlockPool
 from pagedkern.allocator.prefix import PrefixIndex
+from pagedkern.allocator.retention import Deadlines
 from pagedkern.allocator.roots import Nodes, Roots
 from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.step import Phase, Plan, Row, Table
@@ -32,7 +33,13 @@ class Core:
     """Pools, prefix index, live sequences, plans in flight, undo log of one allocator."""
 
     def __init__(
-        self, owner: BlockAllocator, num_blocks: int, num_host_blocks: int, block_size: int, caching: bool
+        self,
+        owner: BlockAllocator,
+        num_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        caching: bool,
+        clock: Callable[[], float],
     ) -> None:
         self.owner = owner
         self.block_size = block_size
@@ -58,6 +65,7 @@ class Core:
         self.busy = IDLE
         self.age = 0  # operations so far: after some of them, what grows is made smaller
         self.counts = Counts(self.undo)
+        self.deadlines = Deadlines(clock, self.undo)
         self.events: EventLog | None = None
 
     @property
@@ -80,6 +88,13 @@ class Core:
             self.host.idle.compact()
         if self.events is not None:
             self.events.trim()
+        self.deadlines.compact()
+
+    def expire(self) -> None:
+        """End the leases whose time is over."""
+        for lease in self.deadlines.expire():
+            for pool in (self.pool, self.host):
+                pool.end(lease)
 
     def new_root(self, salt: Salt) -> int:
         """A node for a salt that has none. Amortised O(1): now and then salts are forgotten."""
@@ -226,7 +241,7 @@ class Core:
         pool = self.pool_of(seq)
         for plan in (*seq._pending, *plans) if plans else seq._pending:
             self.fence(plan, reversed(blocks), pool)
-        if seq._priority:
+        if seq._dear:
             self.release(seq, blocks)
         else:
             pool.release(blocks, not seq._apart or seq._owns_all)
@@ -234,11 +249,21 @@ class Core:
     def release(self, seq: Sequence, blocks: list[int]) -> None:
         """A sequence has these blocks of its table no more."""
         pool = self.pool_of(seq)
+        if seq._dear:
+            self.lift(seq, blocks)
+        pool.release(blocks, seq._owns_all)
+
+    def lift(self, seq: Sequence, blocks: list[int]) -> None:
+        """Let what is cached of these blocks of a sequence have the levels that it asks for. O(blocks)."""
+        pool, size = self.pool_of(seq), self.block_size
         if seq._priority:
             last = pool.last_cached(blocks)
             if last >= 0:
                 pool.lift(last, seq._priority)
-        pool.release(blocks, seq._owns_all)
+        for kept, lease in zip(seq._retention, seq._leases, strict=True):
+            last = pool.last_cached(seq._blocks[kept.start // size : -(-kept.end // size)])
+            if last >= 0:
+                pool.lift(last, kept.priority, lease)
 
     def rewrite(self, blocks: list[int]) -> None:
         """Blocks are about to be written by their only owner: they are not cached and have no twin any more."""

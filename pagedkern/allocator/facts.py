@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pagedkern.allocator import audit, observe
+from pagedkern.allocator import audit, observe, spans
 from pagedkern.allocator.arguments import Salt, Tokens, tenant, token_ids
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.events import BlockEvent, digests
 from pagedkern.allocator.run import cut
 from pagedkern.allocator.sequence import Sequence
+from pagedkern.allocator.spans import Keys
 
 
 class Facts:
@@ -75,11 +76,15 @@ class Facts:
         """
         return self._core.cached().events
 
-    def digests(self, tokens: Tokens, *, salt: Salt = None) -> list[bytes]:
+    def digests(self, tokens: Tokens, *, salt: Salt = None, keys: Keys = ()) -> list[bytes]:
         """The SHA-256 of each full block of a prompt under a salt, as `BlockEvent.digest` has it: equal in all
         processes. Arguments as in `BlockAllocator.create`. O(tokens).
         """
-        return digests(cut(token_ids("tokens", tokens).tobytes(), self._core.prefix.stride), tenant(salt))
+        ids, stride = token_ids("tokens", tokens), self._core.prefix.stride
+        data = ids.tobytes()
+        special = spans.special(spans.read(keys, len(ids)), data, stride)
+        chunks = [special.get(i, chunk) for i, chunk in enumerate(cut(data, stride))]
+        return digests(chunks, tenant(salt))
 
     def check(self) -> None:
         """Audit every invariant. Raises `AuditError` with what is wrong. O(blocks + tokens)."""

@@ -68,6 +68,10 @@ def operation(
             core.age += 1
             if not core.age & 15 and not undo:
                 core.compact()
+            deadlines = core.deadlines
+            deadlines.reading = None
+            if deadlines:
+                core.expire()
             result = method(self, *args, **kwargs)
             if not core.transactions:
                 undo.clear()
@@ -153,9 +157,9 @@ class OperationLog:
     again. Those of another allocator have id 0, which none has.
     """
 
-    def __init__(self, file: TextIO, state: dict[str, Any]) -> None:
+    def __init__(self, file: TextIO, state: dict[str, Any], clock: float | None) -> None:
         self._file: TextIO | None = file
-        self._put(file, {"op": "start", "state": state})
+        self._put(file, {"op": "start", "clock": clock, "state": state})
 
     def write(self, entry: dict[str, Any]) -> None:
         """One line. If it cannot be written the log ends, with a warning: what the line tells of has been done."""
@@ -178,14 +182,15 @@ class OperationLog:
         kwargs = {key: materialised(value) for key, value in kwargs.items()}
         entry = {"op": method.__name__, "args": encode(args, allocator), "kwargs": encode(kwargs, allocator)}
         allocator._log = None
+        deadlines = allocator._core.deadlines
         try:
             result = method(allocator, *args, **kwargs)
         except BaseException as error:
-            self.write({**entry, "raises": type(error).__name__})
+            self.write({**entry, "clock": deadlines.reading, "raises": type(error).__name__})
             raise
         finally:
             allocator._log = self
-        self.write({**entry, "gives": outcome(result)})
+        self.write({**entry, "clock": deadlines.reading, "gives": outcome(result)})
         return result
 
 

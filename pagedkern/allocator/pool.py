@@ -8,6 +8,7 @@ from pagedkern.allocator.idle import Piece, Trail
 from pagedkern.allocator.links import Links
 from pagedkern.allocator.prefix import Gone, PrefixIndex
 from pagedkern.allocator.ranks import Ranks
+from pagedkern.allocator.retention import Lease
 from pagedkern.allocator.run import Run
 from pagedkern.allocator.undo import UndoLog
 from pagedkern.errors import OutOfBlocks
@@ -277,10 +278,13 @@ class BlockPool(Links):
                     b = piece.blocks[0]
             node = prefix.parent_of(b)
 
-    def lift(self, block: int, level: int) -> None:
-        """Let a cached block, and all that is before it on either memory, have this level at least."""
+    def lift(self, block: int, level: int, lease: Lease | None = None) -> None:
+        """Let a cached block, and all that is before it on either memory, have this level at least.
+
+        With a lease, the level of the lease, as long as it lasts.
+        """
         idle = self.is_idle(block)
-        if not self.idle.lift(block, level, idle):
+        if not (self.idle.lift(block, level, idle) if lease is None else self.idle.lease(block, lease, idle)):
             return
         moved: dict[str, tuple[BlockPool, int]] = {self.name: (self, block)} if idle else {}
         node, prefix = self.prefix.parent_of(block), self.prefix
@@ -290,8 +294,8 @@ class BlockPool(Links):
             for pool in (self, self.peer):
                 b = pool.prefix.at(node)
                 if b is not None:
-                    prefix, block, idle = pool.prefix, b, pool.is_idle(b)
-                    if pool.idle.lift(b, level, idle):
+                    prefix, block, idle, ranks = pool.prefix, b, pool.is_idle(b), pool.idle
+                    if ranks.lift(b, level, idle) if lease is None else ranks.lease(b, lease, idle):
                         lifted = True
                         if idle:
                             moved.setdefault(pool.name, (pool, b))
@@ -303,10 +307,19 @@ class BlockPool(Links):
     def inherit(self, block: int) -> None:
         """A block is cached now whose node the other memory had already: it is as dear as what is behind it."""
         node = self.prefix.node_of(block)
-        behind = [pool.idle.level(b) for pool in (self, self.peer) for b in pool.prefix.behind(node)]
-        level = max(behind, default=0)
+        behind = [(pool.idle, b) for pool in (self, self.peer) for b in pool.prefix.behind(node)]
+        level = max((ranks.lasting(b) for ranks, b in behind), default=0)
         if level:
             self.lift(block, level)
+        for lease in {lease for ranks, b in behind for lease in ranks.leases(b)}:
+            self.lift(block, lease.priority, lease)
+
+    def end(self, lease: Lease) -> None:
+        """A lease has ended for this memory's blocks: those that have it are those behind, too."""
+        blocks = [b for ranks, b in lease.blocks if ranks is self.idle]
+        if blocks:
+            blocks.sort(key=self.prefix.node_of, reverse=True)  # what is behind a node has a higher number
+            self.idle.end(blocks, lease, {b for b in blocks if self.is_idle(b)})
 
     def uncache(self, blocks: list[int], reason: str) -> None:
         """Stop caching blocks that nobody can be given any more, tails before heads, and what is behind them."""

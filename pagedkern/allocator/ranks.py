@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from pagedkern.allocator.idle import IdleQueue, Piece, Popped, Removed, Trail
-from pagedkern.allocator.undo import UndoLog
+from collections.abc import Iterable
 
-PRIORITIES = 4
-"""Levels of eviction: cached blocks of level 0 are evicted before those of level 1, and so on."""
+from pagedkern.allocator.arguments import PRIORITIES
+from pagedkern.allocator.idle import IdleQueue, Piece, Popped, Removed, Trail
+from pagedkern.allocator.retention import Lease
+from pagedkern.allocator.undo import UndoLog
 
 
 class Ranks:
     """The idle blocks of one memory, a queue for each level, and the levels of all its cached blocks.
 
-    A level never falls as long as the block is cached. Who calls sees to it that no block has a higher level than those
-    before it in a prompt, and that these are used when it is: then tails are always evicted before heads.
+    A level never falls as long as the block is cached, but for what leases have added to it, when they end. Who calls
+    sees to it that no block has a higher level than those before it in a prompt, that these have its leases too, and
+    that they are used when it is: then tails are always evicted before heads.
     """
 
-    __slots__ = ("_levels", "_most", "_queues", "_top", "_undo", "size")
+    __slots__ = ("_leased", "_levels", "_most", "_queues", "_top", "_undo", "size")
 
     def __init__(self, num_blocks: int, undo: UndoLog) -> None:
         self._most = num_blocks  # entries of a queue that may be there in vain
         self._queues = tuple(IdleQueue(undo) for _ in range(PRIORITIES))
         self._levels: dict[int, int] = {}  # of cached blocks, where it is not 0
+        self._leased: dict[int, tuple[int, frozenset[Lease]]] = {}  # of blocks with leases: the level without, and they
         self._top = 0  # no level above it has ever been used
         self._undo = undo
         self.size = 0  # idle blocks
@@ -105,25 +108,83 @@ class Ranks:
     # Levels.
 
     def lift(self, block: int, level: int, idle: bool) -> bool:
-        """Let a cached block have this level at least. Returns whether it had a lower one.
+        """Let a cached block have this level at least. Returns whether that changed anything.
 
-        If it is idle, it is then the most recently used of its level.
+        If it is idle and had a lower one, it is then the most recently used of its level.
         """
-        before = self._levels.get(block, 0)
-        if before >= level:
+        if block not in self._leased:
+            return self._raise(block, level, idle)
+        lasting, leases = self._leased[block]
+        if lasting >= level:
             return False
+        self._put_leases(block, level, leases)
+        self._raise(block, level, idle)
+        return True
+
+    def lease(self, block: int, lease: Lease, idle: bool) -> bool:
+        """Let a cached block have the level of a lease at least, as long as that lasts. Returns whether it had not."""
+        lasting, leases = self._leased.get(block, (self._levels.get(block, 0), frozenset()))
+        if lease in leases:
+            return False
+        self._put_leases(block, lasting, leases | {lease})
+        self._raise(block, lease.priority, idle)
+        return True
+
+    def leases(self, block: int) -> frozenset[Lease]:
+        """Those of a cached block."""
+        return self._leased[block][1] if block in self._leased else frozenset()
+
+    def lasting(self, block: int) -> int:
+        """The level of a cached block without its leases."""
+        return self._leased[block][0] if block in self._leased else self._levels.get(block, 0)
+
+    def end(self, blocks: list[int], lease: Lease, idle: set[int]) -> None:
+        """A lease of these blocks has ended, tails before heads. Idle ones of a lower level now count as used."""
+        for b in blocks:
+            lasting, leases = self._leased[b]
+            left = leases - {lease}
+            self._put_leases(b, lasting, left)
+            level = max([lasting, *(other.priority for other in left)])
+            if level < self._levels.get(b, 0):
+                self._set_level(b, level, b in idle)
+
+    def _raise(self, block: int, level: int, idle: bool) -> bool:
+        if self._levels.get(block, 0) >= level:
+            return False
+        self._set_level(block, level, idle)
+        return True
+
+    def _set_level(self, block: int, level: int, idle: bool) -> None:
         if idle:
             self.remove([block])
-        self._undo.append((self._put_level, (block, before, self._top)))
-        self._levels[block] = level
-        self._top = max(self._top, level)
+        self._undo.append((self._put_level, (block, self._levels.get(block, 0), self._top)))
+        self._put_level(block, level, max(self._top, level))
         if idle:
             self.push([block])
-        return True
+
+    def _put_leases(self, block: int, lasting: int, leases: frozenset[Lease]) -> None:
+        self._undo.append((self._reput_leases, (block, self._leased.get(block))))
+        self._reput_leases(block, (lasting, leases) if leases else None)
+
+    def _reput_leases(self, block: int, leased: tuple[int, frozenset[Lease]] | None) -> None:
+        before = self._leased.get(block, (0, frozenset[Lease]()))[1]
+        now = frozenset[Lease]() if leased is None else leased[1]
+        for lease in before - now:
+            lease.blocks.discard((self, block))
+        for lease in now - before:
+            lease.blocks.add((self, block))
+        if leased is None:
+            self._leased.pop(block, None)
+        else:
+            self._leased[block] = leased
 
     def forget(self, blocks: list[int]) -> None:
         """Blocks are not cached any more, and not idle: their levels end."""
         levels = self._levels
+        if self._leased:
+            for b in blocks:
+                if b in self._leased:
+                    self._put_leases(b, 0, frozenset())
         if levels:
             for b in blocks:
                 if b in levels:
@@ -151,8 +212,14 @@ class Ranks:
         return [list(queue) for queue in self._queues]
 
     def levels(self) -> list[list[int]]:
-        """[block, level] where the level is not 0."""
-        return [list(pair) for pair in self._levels.items()]
+        """[block, level without leases] where that is not 0."""
+        pairs = [[b, self.lasting(b)] for b in self._levels]
+        return [pair for pair in pairs if pair[1]]
+
+    @property
+    def marked(self) -> Iterable[int]:
+        """The blocks with a level other than 0, or with leases."""
+        return self._levels.keys() | self._leased.keys()
 
     def put(self, idle: list[list[int]], levels: list[tuple[int, int]]) -> None:
         """Fill in a snapshot's contents."""
@@ -160,3 +227,10 @@ class Ranks:
         self._levels = dict(levels)
         self._top = PRIORITIES - 1
         self.size = sum(map(len, self._queues))
+
+    def put_lease(self, block: int, lease: Lease) -> None:
+        """Fill in a lease of a snapshot: the block is in the queue of its level already."""
+        lasting, leases = self._leased.get(block, (self._levels.get(block, 0), frozenset()))
+        self._reput_leases(block, (lasting, leases | {lease}))
+        if lease.priority > self._levels.get(block, 0):
+            self._levels[block] = lease.priority

@@ -28,8 +28,9 @@ class _Rollback(Exception):
 class Replay:
     """An allocator that follows a log."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.allocator = BlockAllocator.restore(state)
+    def __init__(self, state: dict[str, Any], clock: float | None = None) -> None:
+        self._clock = clock or 0.0
+        self.allocator = BlockAllocator.restore(state, clock=lambda: self._clock)
         self._seqs = {seq.id: seq for seq in self.allocator.sequences}
         self._plans: dict[int, Plan] = {}
         self._transactions: list[ExitStack] = []
@@ -37,6 +38,8 @@ class Replay:
     def follow(self, entry: dict[str, Any]) -> str | None:
         """Do one operation and audit. None, or how the outcome differs."""
         name = entry["op"]
+        if entry.get("clock") is not None:
+            self._clock = entry["clock"]
         if name == "begin":
             stack = ExitStack()
             stack.enter_context(self.allocator.transaction())
@@ -106,7 +109,7 @@ def replay(lines: Iterable[str]) -> str | None:
     first = next(entries, {})
     if first.get("op") != "start":
         raise InvalidArgument("file: the first line is not the start of a log of operations")
-    follower = Replay(first.get("state", {}))
+    follower = Replay(first.get("state", {}), first.get("clock"))
     for number, entry in enumerate(entries, 2):
         if "op" not in entry:
             raise InvalidArgument(

@@ -7,6 +7,9 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pagedkern.allocator.retention import Lease, Retention
+from pagedkern.allocator.spans import Span
+
 if TYPE_CHECKING:
     from pagedkern.allocator.cohort import Cohort
     from pagedkern.allocator.step import Plan
@@ -37,8 +40,11 @@ class Sequence:
         "_cached",
         "_cohort",
         "_computed",
+        "_dear",
         "_dirty",
         "_found",
+        "_keys",
+        "_leases",
         "_length",
         "_owner",
         "_passed",
@@ -48,6 +54,7 @@ class Sequence:
         "_private",
         "_question",
         "_registered",
+        "_retention",
         "_root",
         "_row",
         "_salt",
@@ -74,9 +81,14 @@ class Sequence:
         self._root = 0  # node of the empty prefix under the salt; 0: nothing of this sequence is cached
         self._salt: Any = None
         self._priority = 0
+        self._keys: tuple[Span, ...] = ()  # what tokens of the prompt stand for beside their ids
+        self._retention: tuple[Retention, ...] = ()
+        self._leases: tuple[Lease | None, ...] = ()  # of each retention that is for some time only
+        self._dear = False  # it has a priority or retention: its cached blocks have levels
         self._passed = 0  # leading blocks that were given back behind the window
         self._whole = True  # each registered block that it still has is cached itself, not another one in its place
-        self._apart = False  # not whole, or with passed blocks, or blocks to come, or a priority: needs a closer look
+        # Not whole, or with passed blocks, blocks to come, a priority, retention or keys: needs a closer look.
+        self._apart = False
         self._asked = self._found = 0  # tokens that `create` has counted, until a step of this sequence is committed
         self._question = 0  # shared with forks made since; see counts.py
         self._pending: tuple[Plan, ...] = ()  # steps and plans in flight that concern this sequence, oldest first
@@ -190,6 +202,9 @@ _FIELDS = {
     "_question": _Use(),
     "_salt": _Use(undone=False, stored=False),
     "_priority": _Use(undone=False),
+    "_keys": _Use(stored=False),
+    "_retention": _Use(undone=False, stored=False),
+    "_dear": _Use(undone=False, stored=False),
 }
 UNDONE, INHERITED, STORED = (tuple(n for n, use in _FIELDS.items() if use[i]) for i in range(3))
 _SAVED = ("_blocks", "_blocks.__len__()", "_tokens", "_tokens.__len__()", *UNDONE)

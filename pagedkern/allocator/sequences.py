@@ -4,22 +4,35 @@ from __future__ import annotations
 
 from array import array
 
-from pagedkern.allocator import caching
-from pagedkern.allocator.arguments import Salt, integer
+from pagedkern.allocator import caching, retention, spans
+from pagedkern.allocator.arguments import PRIORITIES, Salt, integer
 from pagedkern.allocator.core import Core
-from pagedkern.allocator.ranks import PRIORITIES
 from pagedkern.allocator.sequence import INHERITED, Sequence
 from pagedkern.errors import InvalidArgument, InvalidType, OutOfBlocks
 
 
-def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, priority: int, again: bool) -> Sequence:
+def create(
+    core: Core,
+    ids: array[int],
+    length: int,
+    shares: bool,
+    salt: Salt,
+    priority: int,
+    keys: tuple[spans.Span, ...],
+    kept: tuple[retention.Retention, ...],
+    again: bool,
+) -> Sequence:
     """A new sequence; `shares`: its ids are known and prefixes are cached. O(tokens)."""
     level = integer("priority", priority, 0, PRIORITIES - 1)
     if not isinstance(again, bool):
         raise InvalidType(f"again: got {again!r} of type {type(again).__name__}, expected True or False")
     pool, prefix = core.pool, core.prefix
     root = (core.roots.peek(salt) or core.new_root(salt)) if shares else 0
-    found = prefix.match(root, ids.tobytes()) if root else []
+    if root:
+        data = ids.tobytes()
+        found = prefix.match(root, data, spans.special(keys, data, prefix.stride) if keys else spans.PLAIN)
+    else:
+        found = []
     hits = [b for b in found if b >= 0] if found else []
     missing = -(-length // core.block_size) - len(hits)
     free = pool.num_free - (pool.num_idle_of(hits) if hits else 0)
@@ -38,7 +51,10 @@ def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, p
     seq._cached = seq._computed = seq._scheduled = max(0, min(seq._present, length - 1))
     seq._private, seq._registered = len(found), registered
     seq._arriving = len(hits) < len(found)
-    if level or seq._arriving:
+    if keys or kept:
+        seq._keys, seq._retention, seq._leases = keys if root else (), kept, retention.leases(kept)
+    seq._dear = level > 0 or len(kept) > 0
+    if seq._dear or seq._arriving or seq._keys:
         seq._apart = True
         caching.use(core, seq)
     counts = core.counts.numbers
@@ -76,6 +92,8 @@ def fork(core: Core, seq: Sequence, count: int) -> list[Sequence]:
         for name in INHERITED:
             setattr(new, name, getattr(seq, name))
         new._private = len(blocks)
+        if new._retention:
+            new._leases = retention.leases(new._retention)
         for plan in seq._pending:  # it takes part in what is in flight
             row = next(row for row in plan._rows or () if row.seq is seq)
             core.ride(plan, new, row.copy(new))
@@ -102,6 +120,8 @@ def free(core: Core, seq: Sequence) -> None:
     if seq._apart:
         caching.enter_again(core, seq)
     core.give_up(seq, seq._blocks)
+    if seq._leases:
+        core.deadlines.begin(seq._leases)
     core.remove(seq)
     if seq._asked:
         core.counts.take_back(seq)
@@ -121,6 +141,8 @@ def truncate(core: Core, seq: Sequence, length: int) -> None:
     seq._registered = min(seq._registered, length // core.block_size)
     seq._private = min(seq._private, kept)
     seq._passed = min(seq._passed, kept)
+    if seq._keys:
+        seq._keys = spans.cut(seq._keys, length)
     for plan in seq._pending:
         for row in plan._rows or ():
             if row.seq is seq:

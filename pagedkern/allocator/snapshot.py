@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pagedkern.allocator.arguments import MAX_TOKENS, integer, tenant
+from pagedkern.allocator import retention, spans
+from pagedkern.allocator.arguments import MAX_TOKENS, PRIORITIES, integer, tenant
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.pool import BlockPool
-from pagedkern.allocator.ranks import PRIORITIES
 from pagedkern.allocator.sequence import STORED, Sequence, State
 from pagedkern.errors import InvalidArgument
 
 VERSION = 2
-_FLAGS = ("_arriving", "_whole", "_apart")
+_FLAGS = ("_arriving", "_whole", "_apart", "_dear")
 _MOST = {"_priority": PRIORITIES - 1, "_root": 2**63, "_question": 2**63}
 """Of the fields that are no numbers of tokens or blocks."""
 
@@ -28,6 +28,7 @@ def take(core: Core, reserve: int) -> dict[str, Any]:
         raise InvalidArgument("snapshot: a transaction is open, leave it first")
     for seq in core.live.values():
         core.detach(seq)
+    core.deadlines.reading = None
     return {
         "pagedkern_allocator": VERSION,
         "num_blocks": core.pool.num_blocks,
@@ -38,11 +39,12 @@ def take(core: Core, reserve: int) -> dict[str, Any]:
         "last_seq": core.last_seq,
         "last_plan": core.last_plan,
         "roots": [[_encode(salt), node] for salt, node in core.roots.items()],
-        "sequences": [_sequence(seq) for _, seq in sorted(core.live.items())],
+        "sequences": [_sequence(core, seq) for _, seq in sorted(core.live.items())],
         "device": _pool(core.pool),
         "host": _pool(core.host),
         "twins": list(map(list, core.pool.twins.items())),
         "incoming": list(map(list, core.pool.incoming.items())),
+        "ending": [_ending(core, lease) for lease in core.deadlines.pending()],
         "counts": dict(core.counts.numbers),
         "questions": {"last": core.counts.last_question, "sharing": list(map(list, core.counts.sharing.items()))},
     }
@@ -56,16 +58,30 @@ def _decode(salt: Any) -> Any:
     return bytes.fromhex(salt["bytes"]) if isinstance(salt, dict) else salt
 
 
-def _sequence(seq: Sequence) -> dict[str, Any]:
+def _sequence(core: Core, seq: Sequence) -> dict[str, Any]:
     return {
         "id": seq.id,
         "state": seq.state,
         "blocks": seq._blocks[:],
         "tokens": seq._tokens.tolist(),
         "salt": _encode(seq._salt),
+        "keys": spans.to_json(seq._keys),
+        "retention": [list(kept) for kept in seq._retention],
+        "leases": [_leased(core, lease) for lease in seq._leases if lease is not None],
         **{name[1:]: getattr(seq, name) for name in _FLAGS},
         **{name[1:]: getattr(seq, name) for name in STORED},
     }
+
+
+def _leased(core: Core, lease: retention.Lease) -> list[list[int]]:
+    """The blocks of a lease: of the device, of the host."""
+    return [sorted(b for ranks, b in lease.blocks if ranks is pool.idle) for pool in (core.pool, core.host)]
+
+
+def _ending(core: Core, lease: retention.Lease) -> list[Any]:
+    """Priority, seconds that are left, blocks of a lease whose sequence has been freed."""
+    assert lease.until is not None
+    return [lease.priority, max(0.0, lease.until - core.deadlines.now()), *_leased(core, lease)]
 
 
 def _pool(pool: BlockPool) -> dict[str, Any]:
@@ -153,8 +169,20 @@ def put(core: Core, state: dict[str, Any]) -> int:
         for b, other in _pairs("incoming", state["incoming"], device, host):
             core.pool.incoming[b] = other
             core.host.refs[other] += 1
+    with _reading("ending"):
+        for priority, left, *blocks in _listed("ending", state["ending"]):
+            lease = retention.Lease(integer("priority", priority, 0, PRIORITIES - 1), 0.0)
+            lease.until = core.deadlines.now() + (retention.seconds("seconds", left) or 0.0)
+            _put_leased(core, lease, blocks)
+            core.deadlines.add(lease)
     core.undo.clear()
     return reserve
+
+
+def _put_leased(core: Core, lease: retention.Lease, blocks: Any) -> None:
+    for pool, ids in zip((core.pool, core.host), _listed("blocks", blocks, 2), strict=True):
+        for b in _ids("blocks", ids, 0, pool.num_blocks - 1):
+            pool.idle.put_lease(b, lease)
 
 
 def _put_pool(pool: BlockPool, part: dict[str, Any], next_node: int) -> None:
@@ -169,12 +197,13 @@ def _put_pool(pool: BlockPool, part: dict[str, Any], next_node: int) -> None:
     if index["next_node"] != next_node:
         raise InvalidArgument(f"index.next_node: got {index['next_node']!r}, the device has {next_node}")
     cached = []
-    for b, parent, ids, node in _listed("index.cached", index["cached"]):
+    for b, parent, ids, node, special in _listed("index.cached", index["cached"]):
         chunk = array("q", _listed("index.cached", ids)).tobytes()
         if len(chunk) != pool.prefix.stride:
             raise InvalidArgument(f"index.cached: block {b} has {len(ids)} tokens, a full block is accepted")
         block = integer("index.cached", b, 0, last)
         behind = integer("index.cached", parent, 1, next_node - 1)
+        chunk += bytes.fromhex(special)
         cached.append((block, behind, chunk, integer("index.cached", node, 1, next_node - 1)))
     nodes = _ids("index.nodes", index["nodes"], 0, next_node - 1, pool.num_blocks)
     pool.prefix.put(next_node, nodes, cached)
@@ -200,6 +229,12 @@ def _put_sequence(core: Core, item: dict[str, Any], next_node: int) -> None:
             raise InvalidArgument(f"{name}: {flag[1:]}: got {value!r}, expected True or False")
         setattr(seq, flag, value)
     seq._state, seq._salt = state, tenant(_decode(item["salt"]))
+    seq._keys = spans.from_json(item["keys"], seq._length)
+    seq._retention = retention.read(item["retention"])
+    seq._leases = retention.leases(seq._retention)
+    timed = [lease for lease in seq._leases if lease is not None]
+    for lease, leased in zip(timed, _listed("leases", item["leases"], len(timed)), strict=True):
+        _put_leased(core, lease, leased)
     core.live[ident] = seq
     for b in blocks:
         if b >= 0:

@@ -214,8 +214,14 @@ class Tree:
                 yield key, block, self._nodes[block]  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
-        """The contents, for `put`."""
-        cached = [[b, parent, array("q", ids).tolist(), node] for (parent, ids), b, node in self.items()]
+        """The contents, for `put`: of each block its id, the node before it, its tokens, its node, what it is known by
+        beside its tokens.
+        """
+        size = self._stride
+        cached = [
+            [b, parent, array("q", chunk[:size]).tolist(), node, chunk[size:].hex()]
+            for (parent, chunk), b, node in self.items()
+        ]
         return {"cached": cached, "nodes": self._nodes[:], "next_node": self._number.next}
 
     def put(self, next_node: int, nodes: list[int], cached: list[tuple[int, int, bytes, int]]) -> None:

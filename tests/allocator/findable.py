@@ -90,9 +90,20 @@ class Use:
     def levels(self, now: float) -> tuple[int, int]:
         least, most = self.least_level, self.most_level
         for priority, shadow, seconds, sure in self.kept:
-            if seconds is None or shadow.freed_at is None or now < shadow.freed_at + seconds:
+            if lasts(shadow, seconds, now):
                 least, most = max(least, priority if sure else 0), max(most, priority)
         return least, most
+
+    def expire(self, now: float, time: int) -> None:
+        """What a retention kept that has ended counts as used, if it did."""
+        lasting = [kept for kept in self.kept if lasts(kept[1], kept[2], now)]
+        if len(lasting) < len(self.kept):
+            self.kept, self.most_time = lasting, time
+
+
+def lasts(shadow: Shadow, seconds: float | None, now: float) -> bool:
+    """Whether a retention of a sequence has not ended."""
+    return seconds is None or shadow.freed_at is None or now < shadow.freed_at + seconds
 
 
 @dataclass
@@ -280,6 +291,9 @@ class Watched(World):
         it.
         """
         now = self.clock()
+        for uses in self.uses.values():
+            for use in uses.values():
+                use.expire(now, self.time)
         result: dict[bytes, list[int]] = {}
         for other in MEMORIES:
             for digest, use in self.uses[other].items():
@@ -353,7 +367,9 @@ class Watched(World):
                         self.fenced[memory].add(digest)
                 if digest in passing or digest in self.fenced[memory]:
                     use.most_time = self.time
-                for priority, shadow, seconds in keeping.get(digest, ()):
+                for priority, shadow, seconds in [
+                    k for k in keeping.get(digest, ()) if lasts(k[1], k[2], self.clock())
+                ]:
                     sure = memory == "device" and shadow in (*was, *now) and not shadow.shared
                     if (priority, shadow, seconds, sure) not in use.kept:
                         use.kept.append((priority, shadow, seconds, sure))
@@ -368,6 +384,8 @@ class Watched(World):
                 for mine in [uses[node] for uses in self.uses.values() if node in uses]:
                     mine.most_level = max(mine.most_level, use.most_level)
                     mine.most_time = max(mine.most_time, use.most_time)
+                    had = [kept[:3] for kept in mine.kept]
+                    mine.kept += [(*kept[:3], False) for kept in use.kept if kept[:3] not in had]
 
     # What was computed can be found.
 
