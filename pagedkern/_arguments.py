@@ -167,7 +167,7 @@ def _is_array(value: object) -> bool:
 def _scalar(name: str, value: object, accepted: str) -> None:
     """Refuse what converts to a number and is none: NumPy's bools and complex numbers, and arrays of one element."""
     kind: object = getattr(getattr(value, "dtype", None), "kind", None)
-    if kind in ("b", "c") or getattr(value, "ndim", 0):
+    if kind in ("b", "c") or getattr(value, "ndim", 0) != 0:
         raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}")
 
 

@@ -177,7 +177,7 @@ def _merge_states(
     call = MergeCall(out_a, lse_a, out_b, lse_b, out, lse)
     if debug:
         checked.check_merge(call)
-    if out.device.type == "cpu" and registry.probe("cpu").available:
+    if out.device.type == "cpu" and "cpu" in registry.names() and registry.probe("cpu").available:
         cast(MergesStates, registry.load("cpu")).merge_states(call)
     else:
         _merge(call)

@@ -19,6 +19,7 @@ from pagedkern import _operators
 from pagedkern._arguments import ArrayLike
 from pagedkern._choice import Choice, choose, encode_config
 from pagedkern.backends.base import Config
+from pagedkern.backends.forked import new_empty
 from pagedkern.errors import InvalidType
 
 __all__ = ["Choice", "copy_blocks", "explain", "merge_states", "paged_attention", "write_kv"]
@@ -144,10 +145,10 @@ def paged_attention(
     query, values = arguments[0], arguments[2]
     expected = (query.shape[0], query.shape[1], values.shape[3])
     if out is None:
-        result = query.new_empty(expected)
+        result = new_empty(query, expected, query.dtype)
     else:
         result = check.output("out", out, expected, "[num_tokens, num_heads, head_dim_v]", query.dtype, query)
-    lse = query.new_empty(expected[:2], dtype=torch.float32) if return_lse else None
+    lse = new_empty(query, expected[:2], torch.float32) if return_lse else None
     torch.ops.pagedkern.attention.default(*arguments, debug, result, lse)
     return result if lse is None else (result, lse)
 

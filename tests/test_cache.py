@@ -164,7 +164,7 @@ def test_inputs_of_a_step() -> None:
     assert inputs.slot_mapping.tolist() == [*range(4 * first, 4 * first + 4), 4 * last, 4 * two.block_ids[0]]
     allocator.commit(step)
     nothing = cache.inputs(allocator.append([]))
-    assert [tuple(x.shape) for x in nothing if isinstance(x, torch.Tensor)] == [(0, 0), (0,), (1,), (0,)]
+    assert [tuple(x.shape) for x in nothing[:5] if isinstance(x, torch.Tensor)] == [(0, 0), (0,), (1,), (0,)]
 
 
 def test_made_in_inference_mode_and_written_outside() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,6 +69,11 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def new_empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`like.new_empty`, which fills what it makes where torch is to be deterministic: with one thread after a fork."""
+    return _new_empty_forked(like, shape, dtype) if forked else like.new_empty(shape, dtype=dtype)
+
+
 def safe_after_fork(function: Callable[P, T]) -> Callable[P, T]:
     """Let a function that calls torch return in a forked process, too."""
 
@@ -79,3 +85,8 @@ def safe_after_fork(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return run
+
+
+@safe_after_fork
+def _new_empty_forked(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)

@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from reference import oracle
-from tests.contract.checks import clause
-from tests.contract.problems import Call, Spec, build
-from tests.contract.targets import Result, Target
+from tests.contract.checks import check_special_numbers, clause, with_numbers
+from tests.contract.problems import Spec
+from tests.contract.targets import Target
 
 NAN, INF = math.nan, math.inf
-TOLERANCE = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 6e-2}  # of values that seldom exceed 4, and their mean
 
 SHAPES: dict[str, dict[str, Any]] = {  # whole and split keys, few queries and many, rows that see nothing
     "decode": {"seq_lens": (33, 0, 7)},
@@ -29,28 +27,6 @@ SHAPES: dict[str, dict[str, Any]] = {  # whole and split keys, few queries and m
     "prefill": {"seq_lens": (70, 1, 0, 33), "query_lens": (70, 34, 2, 0), "spare_rows": 2},
     "blind": {"seq_lens": (0, 2), "query_lens": (3, 6), "spare_rows": 40},
 }
-
-
-def check_special(target: Target, spec: Spec, **numbers: Any) -> Result:
-    """Every number of out and lse is that of the oracle: NaN where it is NaN, the same infinity, or close."""
-    call = with_numbers(target, spec, **numbers)
-    got = target.attend(call)
-    want_out, want_lse = call.oracle()
-    assert torch.equal(got.out.isnan().cpu(), want_out.isnan()), f"out: NaN elsewhere: {spec} {numbers}"
-    assert torch.equal(got.lse.isnan().cpu(), want_lse.isnan()), f"lse: NaN elsewhere: {spec} {numbers}"
-    assert oracle.error(got.out, want_out) <= TOLERANCE[spec.q_dtype], f"out: {spec} {numbers}"
-    largest = want_lse[want_lse.isfinite()].abs()
-    rounding = 2e-5 + 2.0**-22 * (float(largest.max()) if len(largest) else 0.0)
-    assert oracle.error(got.lse, want_lse) <= max(rounding, TOLERANCE[spec.q_dtype] / 4), f"lse: {spec} {numbers}"
-    return got
-
-
-def with_numbers(target: Target, spec: Spec, **numbers: Any) -> Call:
-    """The call with these numbers for its heads."""
-    call = build(spec, device=target.device)
-    for name, value in numbers.items():
-        call.args[name] = torch.tensor(value, device=target.device) if isinstance(value, list) else value
-    return call
 
 
 def shape_of(target: Target, name: str) -> dict[str, Any]:
@@ -71,7 +47,8 @@ def test_a_sink_that_is_no_number(target: Target, shape: str, extra: dict[str, A
     @clause
     def check() -> None:
         spec = Spec(q_dtype=dtype, **shape_of(target, shape), **extra)
-        got = check_special(target, spec, sinks=[NAN, INF, -INF, 0.5])
+        check_special_numbers(target, spec, sinks=[NAN, INF, -INF, 0.5])
+        got = target.attend(with_numbers(target, spec, sinks=[NAN, INF, -INF, 0.5]))
         assert got.out[:, 0].isnan().all()
         assert got.lse[:, 0].isnan().all()
         assert (got.out[:, 1] == 0).all()
@@ -89,35 +66,21 @@ def test_a_sink_that_is_no_number(target: Target, shape: str, extra: dict[str, A
 @pytest.mark.parametrize("slope", [NAN, INF, -INF])
 def test_a_slope_that_is_no_number(target: Target, shape: str, extra: dict[str, Any], slope: float) -> None:
     """It makes NaN of the token at distance 0, so of every row that sees itself, and of no row that sees nothing."""
-
-    @clause
-    def check() -> None:
-        spec = Spec(**shape_of(target, shape), **extra)
-        got = check_special(target, spec, alibi_slopes=[slope, 0.25, slope, -0.01])
-        assert not got.out[:, 1::2].isnan().any()
-        check_special(target, spec, alibi_slopes=[slope, 0.25, slope, -0.01], sinks=[1.0, NAN, INF, -INF])
-
-    check()
+    spec = Spec(**shape_of(target, shape), **extra)
+    check_special_numbers(target, spec, alibi_slopes=[slope, 0.25, slope, -0.01])
+    check_special_numbers(target, spec, alibi_slopes=[slope, 0.25, slope, -0.01], sinks=[1.0, NAN, INF, -INF])
 
 
 @pytest.mark.parametrize("shape", ["split", "prefill"])
 @pytest.mark.parametrize("softcap", [5e-324, 1e-46, 1e-38, 1e-3, 1e38, 1e39, 1.7e308])
 def test_a_softcap_at_the_ends_of_floats(target: Target, shape: str, softcap: float) -> None:
-    @clause
-    def check() -> None:
-        check_special(target, Spec(**shape_of(target, shape)), softcap=softcap, sinks=[NAN, INF, -INF, 0.0])
-
-    check()
+    check_special_numbers(target, Spec(**shape_of(target, shape)), softcap=softcap, sinks=[NAN, INF, -INF, 0.0])
 
 
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "int8"])
 def test_special_sinks_beside_scales(target: Target, kv_dtype: str) -> None:
-    @clause
-    def check() -> None:
-        for shape in ("split", "prefill"):
-            check_special(target, Spec(kv_dtype=kv_dtype, **shape_of(target, shape)), sinks=[NAN, INF, -INF, 0.5])
-
-    check()
+    for shape in ("split", "prefill"):
+        check_special_numbers(target, Spec(kv_dtype=kv_dtype, **shape_of(target, shape)), sinks=[NAN, INF, -INF, 0.5])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -141,9 +104,4 @@ def test_random_numbers_of_heads(target: Target, seed: int) -> None:
         numbers["alibi_slopes"] = [rng.choice([NAN, INF, -INF, 0.0, 1e-40, 0.25, -0.01]) for _ in range(heads)]
     if rng.random() < 0.4:
         numbers["softcap"] = rng.choice([1e-40, 0.5, 30.0, 1e40])
-
-    @clause
-    def check() -> None:
-        check_special(target, spec, **numbers)
-
-    check()
+    check_special_numbers(target, spec, **numbers)
