@@ -232,13 +232,16 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from the attention over each, in float64: out [T, H, E], lse [T, H]."""
-    lse = torch.logaddexp(exact(lse_a), exact(lse_b))
+    """Attention over two disjoint sets of keys from the attention over each, in float64: out [T, H, E], lse [T, H].
+
+    An infinite lse, of either sign, marks a side that has seen nothing.
+    """
+    logs = [torch.where(exact(x) == INF, -INF, exact(x)) for x in (lse_a, lse_b)]
+    lse = torch.logaddexp(*logs)
     out = torch.zeros(out_a.shape, dtype=torch.float64)
-    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
-        saw = exact(part_lse) > -INF
-        weight = torch.exp(exact(part_lse) - lse)[..., None]
-        out += torch.where(saw[..., None], weight * exact(part), 0.0)
+    for part, log in zip((out_a, out_b), logs, strict=True):
+        weight = torch.exp(log - lse)[..., None]
+        out += torch.where((log == -INF)[..., None], 0.0, weight * exact(part))
     return out, lse
 
 
