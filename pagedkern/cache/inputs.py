@@ -78,12 +78,12 @@ def _known(step: object, name: str) -> Tensor | None:
 def _positions(lens: Tensor, cu: Tensor, num_tokens: int, bound: int) -> Tensor:
     """The position of each token, int64: the queries of a sequence stand at its last positions."""
     num_seqs = lens.numel()
-    if bound == 1 and num_tokens == num_seqs:
-        return lens.long().sub_(1).clamp_(min=0)
     if cu.numel() != num_seqs + 1:
         raise InvalidArgument(
             f"step: cu_seqlens_q: got {cu.numel()} entries for {num_seqs} sequences, expected {num_seqs + 1}"
         )
+    if bound == 1 and num_tokens == num_seqs == int(cu[-1]) and int(cu[0]) == 0:
+        return lens.long().sub_(1).clamp_(min=0)
     counts = cu.diff()
     if int(cu[0]) != 0 or int(cu[-1]) > num_tokens or (num_seqs and int(counts.min()) < 0):
         raise InvalidArgument(
