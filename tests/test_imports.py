@@ -14,6 +14,7 @@ PACKAGE = ROOT / "pagedkern"
 OPTIONAL = ("numpy", "torch", "triton", "cupy", "numba", "transformers", "rich", "filelock", "platformdirs")
 
 # Which parts a part may import, besides itself. Everything may import `errors`; nothing may import upwards.
+# fmt: off
 ALLOWED: dict[str, set[str]] = {
     "__init__": {
         "errors",
@@ -33,25 +34,29 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler": {"errors", "abi", "allocator"},
     "backends.base": {"errors", "abi"},
     "backends.checked": {"errors", "abi", "backends.base"},
+    "backends.forked": set(),
     "backends": {"errors", "backends.base"},
-    "_arguments": {"errors", "abi"},
+    "_arguments": {"errors", "abi", "backends.base"},
     "autotune.store": {"errors", "abi", "backends.base"},
     "_choice": {"errors", "backends", "backends.base", "autotune.store"},
-    "_operators": {"errors", "abi", "_arguments", "_choice", "backends.base", "backends.checked"},
-    "ops": {"errors", "abi", "_arguments", "_choice", "_operators", "backends", "backends.base"},
-    "cache": {"errors", "abi", "_arguments", "ops"},
+    "_operators": {
+        "errors", "abi", "_arguments", "_choice", "backends", "backends.base", "backends.checked", "backends.forked",
+    },
+    "ops": {"errors", "abi", "_arguments", "_choice", "_operators", "backends", "backends.base", "backends.forked"},
+    "cache": {"errors", "abi", "_arguments", "ops", "backends.forked"},
     "autotune": {"errors", "abi", "ops", "_choice", "cache", "backends", "backends.base", "autotune.store", "__init__"},
     "gpucheck": {"__init__", "errors", "cache", "ops", "backends", "autotune", "autotune.store"},
     "integrations": {"__init__", "errors", "abi", "allocator", "scheduler", "cache", "ops", "backends"},
 }
-SHARED_BY_BACKENDS = {"errors", "abi", "backends.base", "backends.checked"}
+# fmt: on
+SHARED_BY_BACKENDS = {"errors", "abi", "backends.base", "backends.checked", "backends.forked"}
 
 
 def part_of(module: str) -> str:
     """The part of the library that a module belongs to: the longest of the names above that begins its dotted name."""
     name = module.removeprefix("pagedkern").removeprefix(".") or "__init__"
     pieces = name.split(".")
-    if pieces[0] == "backends" and len(pieces) > 1 and pieces[1] not in ("base", "checked"):
+    if pieces[0] == "backends" and len(pieces) > 1 and pieces[1] not in ("base", "checked", "forked"):
         return ".".join(pieces[:2])
     for length in range(len(pieces), 0, -1):
         if ".".join(pieces[:length]) in ALLOWED:

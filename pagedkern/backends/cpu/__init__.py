@@ -2,7 +2,8 @@
 
 `jit` compiles, `simd` and `memory` emit vectors and raw accesses, `convert` knows the dtypes, `micro` holds the inner
 loops, `plan` cuts a call into work, `kernels` does it in the memory that `scratch` lays out, `finish` turns sums into
-results, `pool` shares the work among threads, `store` writes and copies, `launch` goes from tensors to all of that.
+results, `states` joins partial ones, `pool` shares the work among threads, `store` writes and copies, `launch` goes
+from tensors to all of that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import ClassVar
 
-from pagedkern.backends.base import AttentionCall, Config, CopyCall, Probe, Problem, WriteCall, foreign
+from pagedkern.backends.base import AttentionCall, Config, CopyCall, MergeCall, Probe, Problem, WriteCall, foreign
 from pagedkern.errors import InvalidArgument
 
 MAX_SPAN = 1 << 30  # tokens; positions are int32, so twice this would be no cut at all
@@ -98,6 +99,10 @@ class CpuBackend:
             BlockIndexError: a block id is out of range, or a destination given twice; nothing was copied.
         """
         _launch().copy_blocks(call)
+
+    def merge_states(self, call: MergeCall) -> None:
+        """Join two partial results."""
+        _launch().merge_states(call)
 
 
 def _launch() -> ModuleType:
