@@ -14,6 +14,7 @@ from pagedkern.backends.cpu.jit import Entry, TargetValue, record, target
 from pagedkern.backends.cpu.micro import LINE, TILE
 from pagedkern.backends.cpu.pool import POOL
 from pagedkern.backends.cpu.scratch import HEAD, NAMES, Work
+from pagedkern.environment import limits
 from pagedkern.errors import BlockIndexError
 
 PLAN = Entry(plan.plan, "planner", record(plan.Args), int64, int64, int64)
@@ -27,9 +28,10 @@ ITEMS = 4  # for each thread, at the least: what is more is taken together, seve
 
 
 def threads() -> int:
-    """How many threads a call may use: torch's number, with NUMBA_NUM_THREADS as an upper bound."""
+    """How many threads a call may use: torch's number, bounded by NUMBA_NUM_THREADS and by the processors that a
+    container may use at a time, which torch does not look at."""
     bound = int(config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    return max(1, min(torch.get_num_threads(), bound))
+    return max(1, min(torch.get_num_threads(), bound, limits.quota() or bound))
 
 
 def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
