@@ -19,9 +19,17 @@ PACKAGES = ("numba", "llvmlite", "numba-cuda")
 
 
 def refusal() -> str | None:
-    """Why Numba compiles nothing in this process; None if it does."""
-    if _config().DISABLE_JIT:
+    """Why nothing that Numba compiles can run in this process; None if it can."""
+    config = _config()
+    if config.DISABLE_JIT:
         return "NUMBA_DISABLE_JIT is set, so that Numba compiles nothing: unset it"
+    if config.CPU_FEATURES:
+        from llvmlite import binding
+
+        has = binding.get_host_cpu_features()
+        asked = [flag[1:] for flag in str(config.CPU_FEATURES).split(",") if flag.startswith("+")]
+        if missing := [name for name in asked if has.get(name) is False]:
+            return f"NUMBA_CPU_FEATURES asks for {', '.join(missing)}, which this processor does not have: unset it"
     return None
 
 

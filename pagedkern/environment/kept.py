@@ -28,10 +28,11 @@ SUFFIX, LOCK = ".bin", ".lock"
 class Kept:
     """The compiled code of one backend on disk."""
 
-    def __init__(self, what: str, folder: Callable[[], Path | None]) -> None:
+    def __init__(self, what: str, folder: Callable[[], Path | None], most_files: int = MOST_FILES) -> None:
         """`what`: how a warning calls it, as "compiled CPU kernels". `folder` is asked each time."""
         self._what = what
         self._folder = folder
+        self._most_files = most_files
 
     def name(self, stem: str, key: str) -> str:
         """The file of something compiled; `stem` is for people, `key` says all that it depends on."""
@@ -75,7 +76,7 @@ class Kept:
         try:
             with trusted.opened(folder, make=True) as opened:
                 trusted.write(opened, name, MAGIC + _digest(name, code) + code)
-                _tidy(opened)
+                _tidy(opened, self._most_files)
         except OSError as error:
             self.warn(f"cannot be kept in {folder}: {notices.reason(error)}")
             return False
@@ -139,7 +140,7 @@ def _days(folder: int, name: str) -> float:
     return (time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime) / 86400
 
 
-def _tidy(folder: int) -> None:
+def _tidy(folder: int, most_files: int) -> None:
     """Remove what nobody has used for long, what is too many, and what writers that were killed have left."""
     listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
@@ -154,6 +155,6 @@ def _tidy(folder: int) -> None:
             elif (name.endswith(LOCK) or f"{SUFFIX}." in name) and _days(folder, name) > LEFT_OVER_DAYS:
                 os.unlink(name, dir_fd=folder)
     for rank, (age, name) in enumerate(sorted(ages)):
-        if age > MOST_DAYS or rank >= MOST_FILES:
+        if age > MOST_DAYS or rank >= most_files:
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)

@@ -20,13 +20,13 @@ GRACE = 1.0  # seconds for a try itself: over a network a lock may be answered l
 
 
 @contextmanager
-def held(file: int, name: str, seconds: float) -> Iterator[bool]:
+def held(file: int, name: str, seconds: float, grace: float = GRACE) -> Iterator[bool]:
     """Exclude other processes that lock the same file, until the end of the context or of this process.
 
     Yields whether it could be locked; if not within `seconds`, or not at all, a warning says why, once for a file.
-    `name` is its path, for the warning.
+    `name` is its path, for the warning; `grace` is for a single try that is not answered.
     """
-    why = acquire(file, seconds)
+    why = acquire(file, seconds, grace)
     if why is not None:
         notices.warn_once(("lock", name), f"{name} cannot be locked ({why}): going on without a lock")
     try:
@@ -35,7 +35,7 @@ def held(file: int, name: str, seconds: float) -> Iterator[bool]:
         release(file)
 
 
-def acquire(file: int, seconds: float) -> str | None:
+def acquire(file: int, seconds: float, grace: float) -> str | None:
     """Lock an open file, its descriptor, against other processes; None if that worked, else why not.
 
     A thread tries, on a descriptor of its own: a file system that never answers does not keep the caller.
@@ -46,7 +46,7 @@ def acquire(file: int, seconds: float) -> str | None:
         return notices.reason(error)
     attempt = _Attempt(own, seconds)
     if threads.start(threading.Thread(target=attempt.run, name="pagedkern-lock", daemon=True)):
-        if not attempt.done.wait(seconds + GRACE):
+        if not attempt.done.wait(seconds + grace):
             attempt.given_up = True
             return "no answer"
     else:

@@ -24,6 +24,7 @@ FIND_BAD_SLOT = Entry(store.find_bad_slot, "slot check", record(store.Write))
 WRITE = Entry(store.write, "write kernel", record(store.Write), record(store.Rows), record(store.Rows))
 
 WORTH_A_THREAD = 1 << 18  # bytes of K and V; waking a helper takes about as long as reading them
+PIECE = 1 << 14  # elements; torch takes threads for twice as many
 ITEMS = 4  # for each thread, at the least: what is more is taken together, several KV heads in one
 
 
@@ -203,8 +204,16 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _copy(x: Tensor) -> Tensor:
-    """Numbers that are checked first and used later: between the two another thread may write the caller's tensor."""
-    return x.clone(memory_format=torch.contiguous_format)
+    """Numbers that are checked first and used later: between the two another thread may write the caller's tensor.
+
+    In pieces that torch copies without its own threads: after a fork() the child would wait for them for ever.
+    """
+    if x.shape[0] <= PIECE:
+        return x.clone(memory_format=torch.contiguous_format)
+    made = torch.empty(x.shape, dtype=x.dtype)
+    for start in range(0, x.shape[0], PIECE):
+        made[start : start + PIECE].copy_(x[start : start + PIECE])
+    return made
 
 
 def _name(dtype: torch.dtype) -> str:
