@@ -23,13 +23,19 @@ def refusal() -> str | None:
     config = _config()
     if config.DISABLE_JIT:
         return "NUMBA_DISABLE_JIT is set, so that Numba compiles nothing: unset it"
-    if config.CPU_FEATURES:
-        from llvmlite import binding
+    return _refused_features(str(config.CPU_FEATURES)) if config.CPU_FEATURES else None
 
-        has = binding.get_host_cpu_features()
-        asked = [flag[1:] for flag in str(config.CPU_FEATURES).split(",") if flag.startswith("+")]
-        if missing := [name for name in asked if has.get(name) is False]:
-            return f"NUMBA_CPU_FEATURES asks for {', '.join(missing)}, which this processor does not have: unset it"
+
+def _refused_features(flags: str) -> str | None:
+    """Why code for these features would end the process: LLVM cannot read them, or the processor lacks one."""
+    from llvmlite import binding
+
+    names = flags.split(",")
+    if not all(name.startswith(("+", "-")) for name in names):
+        return f"NUMBA_CPU_FEATURES: got {flags!r}, expected features behind + or -, with commas between them"
+    has = binding.get_host_cpu_features()
+    if lacking := [name[1:] for name in names if name.startswith("+") and has.get(name[1:]) is False]:
+        return f"NUMBA_CPU_FEATURES asks for {', '.join(lacking)}, which this processor does not have: unset it"
     return None
 
 

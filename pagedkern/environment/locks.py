@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pagedkern.environment import notices, threads
 
 PAUSE = 0.02  # seconds between two tries
-GRACE = 1.0  # seconds for a try itself: over a network a lock may be answered late or never
+GRACE = 3.0  # seconds for a try itself: over a network the answer may be late or never come
 
 
 @contextmanager
@@ -46,9 +46,12 @@ def acquire(file: int, seconds: float, grace: float) -> str | None:
         return notices.reason(error)
     attempt = _Attempt(own, seconds)
     if threads.start(threading.Thread(target=attempt.run, name="pagedkern-lock", daemon=True)):
-        if not attempt.done.wait(seconds + grace):
-            attempt.given_up = True
-            return "no answer"
+        tries = -1
+        while not attempt.done.wait(grace):
+            if attempt.tries == tries:
+                attempt.given_up = True
+                return "no answer"
+            tries = attempt.tries
     else:
         attempt.run()
     return attempt.why
@@ -66,6 +69,7 @@ class _Attempt:
         self._file = file
         self._end = time.monotonic() + seconds
         self.why: str | None = "no answer"
+        self.tries = 0
         self.given_up = False
         self.done = threading.Event()
 
@@ -78,6 +82,7 @@ class _Attempt:
 
     def _try(self) -> str | None:
         while not self.given_up:
+            self.tries += 1
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return None

@@ -15,7 +15,9 @@ from pagedkern.environment import folders
 VALUES = st.sampled_from([None, "", " ", ".", "relative/path", "~", "~/there", "~nobody-at-all/x", "/absolute", "/"])
 
 
-def at(monkeypatch: pytest.MonkeyPatch, given_: str | None, xdg: str | None, home: str | None, passwd: str | None) -> None:
+def at(
+    monkeypatch: pytest.MonkeyPatch, given_: str | None, xdg: str | None, home: str | None, passwd: str | None
+) -> None:
     """An environment, and the home in the passwd entry; None is: not there."""
     for name, value in (("PAGEDKERN_CACHE_DIR", given_), ("XDG_CACHE_HOME", xdg), ("HOME", home)):
         monkeypatch.delenv(name, raising=False)
@@ -63,7 +65,7 @@ def test_the_cache_folder(
 def test_no_environment_makes_a_folder_named_like_a_home(
     given_: str | None, xdg: str | None, home: str | None, passwd: str | None
 ) -> None:
-    """Nothing is ever kept in a folder "~" or, unless it was named, below the folder that the process happens to be in."""
+    """Nothing is kept in a folder "~" or, unless it was named, below the one that the process happens to be in."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         at(monkeypatch, given_, xdg, home, passwd)
         found = folders.cache_folder()

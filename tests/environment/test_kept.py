@@ -34,7 +34,8 @@ def store(folder: Path) -> Kept:
 @pytest.fixture
 def name(store: Kept) -> str:
     """The name of something that is kept."""
-    assert store.save(name := store.name("kernel", "key"), CODE)
+    name = store.name("kernel", "key")
+    assert store.save(name, CODE)
     return name
 
 
@@ -89,9 +90,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file(
-    damage: str, store: Kept, name: str, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file(damage: str, store: Kept, name: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Is said once, with its path, and made good by the next that is kept."""
     store.save(store.name("other", "x"), b"code of something else")
     DAMAGES[damage](folder / name)

@@ -1,4 +1,4 @@
-"""Processors and memory as control groups and limits leave them: in trees of files that are made up, and in real groups."""
+"""Processors and memory as control groups and limits leave them: in file trees that are made up, and in real groups."""
 
 from __future__ import annotations
 
@@ -53,7 +53,14 @@ def test_a_quota_is_rounded_up(text: str, processors: int | None, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("quota", "period", "processors"),
-    [(-1, 100000, None), (250000, 100000, 3), (100, 100000, 1), ("", 100000, None), (100000, "", None), (100000, 0, None)],
+    [
+        (-1, 100000, None),
+        (250000, 100000, 3),
+        (100, 100000, 1),
+        ("", 100000, None),
+        (100000, "", None),
+        (100000, 0, None),
+    ],
 )
 def test_a_quota_of_version_1(quota: str | int, period: str | int, processors: int | None, tmp_path: Path) -> None:
     group = "sys/fs/cgroup/cpu,cpuacct/docker/abc"
@@ -211,7 +218,8 @@ import torch
 torch.set_num_threads(8)
 from pagedkern.backends.cpu import launch
 launch.config.NUMBA_NUM_THREADS = 8
-print(json.dumps([device.cpu_threads(), device.identity("cpu")["threads"], device.free_memory("cpu"), launch.threads()]))
+counts = device.cpu_threads(), device.identity("cpu")["threads"], device.free_memory("cpu"), launch.threads()
+print(json.dumps(counts))
 """
 
 

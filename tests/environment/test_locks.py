@@ -79,7 +79,9 @@ def test_a_lock_that_is_never_released(
             assert not locked
     assert not free(tmp_path), "it is the other's"
     [record] = caplog.records
-    assert record.getMessage() == "pagedkern: a name cannot be locked (another process holds it): going on without a lock"
+    assert (
+        record.getMessage() == "pagedkern: a name cannot be locked (another process holds it): going on without a lock"
+    )
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO, errno.EBADF])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -68,9 +69,18 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 def load(path: Path, form: int) -> dict[str, Any]:
-    """The object in a file. Raises one of `INVALID` if there is no file, or none of that format."""
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
+    """The object in a file. Raises one of `INVALID` if there is no file, or none of that format.
+
+    A folder that cannot be entered, or is none, holds no file: `FileNotFoundError`.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        no_folder = error.errno in (errno.ENOTDIR, errno.ELOOP)
+        if no_folder or (error.errno == errno.EACCES and not os.access(path.parent, os.X_OK)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+        raise
     if len(content) > MAX_BYTES:
         raise ValueError(f"longer than {MAX_BYTES} bytes")
     document = json.loads(content, parse_constant=finite, parse_float=finite)
