@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread 
     os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 emulation.set_up()  # before torch, triton or numba are imported
+# Kernels are compiled once, not anew in every run and for every folder of a test.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "kernels"))
 
 _slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 _fuzz = int(os.environ.get("FUZZ_EXAMPLES", "2000"))

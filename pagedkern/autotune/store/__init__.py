@@ -135,12 +135,12 @@ def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
     What was stored against another default, or with other code, is dropped. Takes effect in this process at once.
 
     Raises:
-        OSError: the directory cannot be made, locked or written; what was stored before is still there, whole.
+        OSError: the directory cannot be made or written; what was stored before is still there, whole.
     """
     key = Key.of(problem)
     path = location(files.writable(), key)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    with files.locked(path.parent):
+    with files.locked(path.parent) as alone:
         defaults = {tuned.default for tuned in choices.values()}
         kept = {n: c for n, c in _read(path, key).items() if _fresh(n, c[1]) and c[0].default in defaults}
         entries = {name: entry(tuned, code) for name, (tuned, code) in kept.items()}
@@ -153,7 +153,7 @@ def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
             "problem": asdict(key),
             "choices": entries,
         }
-        files.replace(path, document)
+        files.replace(path, document, alone)
         _evict(path.parent)
     reload()
     return path
@@ -162,7 +162,7 @@ def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
 def _evict(folder: Path) -> None:
     """Drop files in which nothing can be used by this installation any more and that are old, or too many. The caller
     holds the lock. An installation with other versions may still use what is stale here, hence not at once."""
-    ages = sorted((time.time() - path.stat().st_mtime, path) for path in folder.glob("*.json"))
+    ages = sorted((time.time() - path.stat().st_mtime, path) for path in files.found(folder, "*.json"))
     for rank, (age, path) in enumerate(ages):
         if age > KEPT_DAYS * 86400 or rank >= KEPT_FILES:
             try:

@@ -26,8 +26,8 @@ logger = logging.getLogger("pagedkern.autotune")
 def save_rates(document: Mapping[str, Any], name: str) -> Path:
     """Store the profile of this machine for a shape of that name, just measured. Raises `OSError`."""
     path = folder(files.writable(), document["device"]) / f"{name}.json"
-    with files.locked(path.parent):
-        files.replace(path, document)
+    with files.locked(path.parent) as alone:
+        files.replace(path, document, alone)
     return path
 
 
@@ -39,11 +39,11 @@ def take_over(document: Mapping[str, Any], name: str, own: bool = False) -> tupl
     home, device = files.writable(), document["device"]
     imported = home / "profiles" / f"{machine.slug_of(device)}-{name}.json"
     path = folder(home, device) / f"{name}.json" if own else imported
-    with files.locked(path.parent):
+    with files.locked(path.parent) as alone:
         there = _load(path)
         if there is not None and newer(there, document):
             return path, str(there["when"])
-        files.replace(path, document)
+        files.replace(path, document, alone)
     all_of.cache_clear()
     return path, None
 

@@ -19,6 +19,7 @@ from pagedkern.backends.cpu.jit import Entry, TargetValue, record, target
 from pagedkern.backends.cpu.micro import LINE, TILE
 from pagedkern.backends.cpu.pool import POOL
 from pagedkern.backends.cpu.scratch import HEAD, NAMES, Work
+from pagedkern.environment import limits
 from pagedkern.errors import BlockIndexError
 
 PLAN = Entry(plan.plan, "planner", record(plan.Args), int64, int64, int64)
@@ -32,13 +33,15 @@ MERGE = Entry(states.merge, "merge kernel", record(states.Merge), record(states.
 
 CPU = torch.device("cpu")  # said for each tensor made here: what torch has for a default is the caller's
 WORTH_A_THREAD = 1 << 18  # bytes of K and V; waking a helper takes about as long as reading them
+PIECE = 1 << 14  # elements; torch takes threads for twice as many
 ITEMS = 4  # for each thread, at the least: what is more is taken together, several KV heads in one
 
 
 def threads() -> int:
-    """How many threads a call may use: torch's number, with NUMBA_NUM_THREADS as an upper bound."""
+    """How many threads a call may use: torch's number, bounded by NUMBA_NUM_THREADS and by the processors that a
+    container may use at a time, which torch does not look at."""
     bound = int(config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    return max(1, min(forked.num_threads(), bound))
+    return max(1, min(forked.num_threads(), bound, limits.quota() or bound))
 
 
 def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
@@ -295,8 +298,16 @@ def _side(out: Tensor, lse: Tensor) -> tuple[states.Side, Tensor]:
 
 
 def _copy(x: Tensor) -> Tensor:
-    """Numbers that are checked first and used later: between the two another thread may write the caller's tensor."""
-    return x.clone(memory_format=torch.contiguous_format)
+    """Numbers that are checked first and used later: between the two another thread may write the caller's tensor.
+
+    In pieces that torch copies without its own threads: after a fork() the child would wait for them for ever.
+    """
+    if x.shape[0] <= PIECE:
+        return x.clone(memory_format=torch.contiguous_format)
+    made = torch.empty(x.shape, dtype=x.dtype)
+    for start in range(0, x.shape[0], PIECE):
+        made[start : start + PIECE].copy_(x[start : start + PIECE])
+    return made
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -6,20 +6,20 @@ nor a compiler has to be installed, only the NVRTC library that CuPy finds (a wh
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pagedkern.abi
+from pagedkern.environment import folders
+from pagedkern.environment.kept import Kept
 
 log = logging.getLogger("pagedkern")
 FOLDER = Path(__file__).parent
 ABI_HEADER = Path(pagedkern.abi.__file__).parent / "pagedkern_abi.h"
+KEPT = Kept("compiled CuPy kernels", lambda: folders.compiled_folder("cupy"))
 
 
 def compiled(file: str, macros: Mapping[str, str], capability: int) -> bytes:
@@ -30,14 +30,13 @@ def compiled(file: str, macros: Mapping[str, str], capability: int) -> bytes:
     nvrtc = _nvrtc()
     options = options_for(macros, capability, tuple(nvrtc.getSupportedArchs()))
     parts = [file, *options, str(version()), *(text for _, text in headers()), source(file)]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    path = _folder() / f"{Path(file).stem}-{key[:32]}.bin"
-    code = _read(path)
+    name = KEPT.name(Path(file).stem, "\0".join(parts))
+    code = KEPT.load(name)
     if code is None:
         made = build(file, options)
         if made.messages:
             log.warning("pagedkern: %s: %s", file, made.messages)
-        _write(path, code := made.code)
+        KEPT.save(name, code := made.code)
     return code
 
 
@@ -96,30 +95,3 @@ def _nvrtc() -> Any:
     from cupy_backends.cuda.libs import nvrtc
 
     return nvrtc
-
-
-def _folder() -> Path:
-    base = os.environ.get("PAGEDKERN_CACHE_DIR")
-    if base is None:
-        base = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pagedkern")
-    return Path(base) / "cupy"
-
-
-def _read(path: Path) -> bytes | None:
-    """What `_write` has written there, whole; anything else is a miss."""
-    try:
-        digest, code = (content := path.read_bytes())[:32], content[32:]
-    except OSError:
-        return None
-    return code if hashlib.sha256(code).digest() == digest else None
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Keep code for the next process, in one step; that it cannot be kept is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
-    except OSError as error:
-        log.warning("pagedkern: compiled kernels cannot be kept on disk (%s)", error)
