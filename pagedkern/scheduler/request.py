@@ -59,8 +59,11 @@ class Request:
     """A prompt to complete. Made by `Scheduler.add`; all attributes are read-only."""
 
     __slots__ = (
+        "_ahead",
+        "_beside",
         "_prefilling",
         "_stage",
+        "_unfinished",
         "eos",
         "id",
         "max_tokens",
@@ -92,7 +95,14 @@ class Request:
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.num_preemptions = 0  # how often it had to make room
         self._stage = Stage.WAITING
+        self._unfinished = list(self.samples)  # replaced when some end, never changed in place
         self._prefilling = False  # the first unfinished sample has a sequence that is not computed to its end
+        self._ahead: Sample | None = (
+            None  # was forked with more tokens than the prompt: it never copies that's last block
+        )
+        self._beside: int | None = (
+            None  # if it was ever set aside: the blocks that foreign sequences held the last time
+        )
 
     @property
     def state(self) -> str:
@@ -103,10 +113,6 @@ class Request:
     def ended(self) -> bool:
         """Finished or cancelled."""
         return self._stage is Stage.FINISHED or self._stage is Stage.CANCELLED
-
-    @property
-    def _unfinished(self) -> list[Sample]:
-        return [sample for sample in self.samples if sample.finish_reason is None]
 
     def __repr__(self) -> str:
         return f"<Request {self.id} {self.state}: {len(self.prompt)} prompt tokens, {len(self.samples)} samples>"

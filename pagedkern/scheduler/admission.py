@@ -1,0 +1,126 @@
+"""Taking room: the first in line starts, or is resumed."""
+
+from __future__ import annotations
+
+from array import array
+
+from pagedkern.allocator import Verdict
+from pagedkern.errors import OutOfBlocks
+from pagedkern.scheduler.batch import Row
+from pagedkern.scheduler.draft import Draft
+from pagedkern.scheduler.growth import blocks_needed
+from pagedkern.scheduler.request import Request, Stage
+from pagedkern.scheduler.standstill import Standstill
+from pagedkern.scheduler.state import State
+
+
+def start_more(draft: Draft, budget: int) -> None:
+    """Start and resume the first in line, as long as there is room for them and a budget of tokens for their prompts.
+
+    What comes back from the host can be computed by this very batch if it is a prompt, and decodes from the next on.
+    Whoever is alone has all the room that there is: `Standstill` if that is not enough. O(tokens) of what starts.
+    """
+    state = draft.state
+    for request in state.line:
+        if draft.num_left >= budget:
+            return
+        if not draft.num_running:
+            if not _start_alone(draft, request):
+                raise Standstill(request, state.allocator.num_free_blocks)
+        elif not can_start(draft, request):
+            return
+        else:
+            try:
+                _start(draft, request)
+            except OutOfBlocks:
+                return
+    if not draft.num_running and state.aside and not any(_start_alone(draft, request) for request in state.aside):
+        raise Standstill(next(iter(state.aside)), state.allocator.num_free_blocks)
+
+
+def can_start(draft: Draft, request: Request) -> bool:
+    """Whether the first in line may run beside others: the watermark is kept, and what is promised to them.
+
+    O(its samples); O(tokens) more if that depends on what the prefix cache has, and blocks have become free or a prompt
+    has been computed since it was refused.
+    """
+    state, samples = draft.state, request._unfinished
+    if draft.num_seqs + len(samples) > state.max_num_seqs:
+        return False
+    needed = _uncached(state, request)
+    if needed > draft.room:
+        draft.room = state.allocator.num_free_blocks - draft.num_promised - state.watermark()
+    if needed <= draft.room:
+        draft.room -= needed
+        return True
+    draft.room = 0
+    return _fits_beside_cached(draft, request)
+
+
+def _fits_beside_cached(draft: Draft, request: Request) -> bool:
+    """Whether there is room if what the prefix cache has is counted, too. That is not known of what is on the host, and
+    of samples that have gone different ways.
+    """
+    state, samples = draft.state, request._unfinished
+    room = state.allocator.num_free_blocks - draft.num_promised
+    refused, room_then = state.refusal
+    if refused == request.id and room <= room_then:
+        return False
+    if request._stage is not Stage.SWAPPED and (len(samples) == 1 or not samples[0].tokens):
+        spare = draft.num_promised + len(samples) - 1
+        if state.allocator.can_allocate(_text(request), salt=request.salt, spare_blocks=spare) is Verdict.OK:
+            return True
+    state.refusal = (request.id, room)
+    return False
+
+
+def _uncached(state: State, request: Request) -> int:
+    """The blocks that a request needs if the prefix cache has nothing of it: those of the prompt and one for each
+    further sample, or those of all samples if they go on. O(its samples).
+    """
+    samples, prompt = request._unfinished, len(request.prompt)
+    if not samples[0].tokens:
+        return state.blocks_for(prompt) + len(samples) - 1
+    return state.blocks_of(prompt, [sample._known for sample in samples])
+
+
+def _start(draft: Draft, request: Request, rest: int = 0) -> None:
+    """Create the sequence of the first sample, or bring all of them back from the host. Raises `OutOfBlocks`, also if
+    fewer than `rest` blocks are free then.
+    """
+    allocator, samples = draft.state.allocator, request._unfinished
+    if request._stage is Stage.SWAPPED:
+        plan = allocator.swap_in([sample.seq for sample in samples if sample.seq is not None])
+    else:
+        seq = allocator.create(_text(request), salt=request.salt, priority=request.priority)
+    if rest and rest > allocator.num_free_blocks:
+        raise OutOfBlocks
+    if request._stage is Stage.SWAPPED:
+        draft.resumes(request, plan)
+    else:
+        draft.starts(request, seq)
+
+
+def _start_alone(draft: Draft, request: Request) -> bool:
+    """Start if there is room for the next step of all samples, watermark aside. Then it is certain that it gets on."""
+    try:
+        with draft.state.allocator.transaction():
+            _start(draft, request, _further(draft.state, request))
+    except OutOfBlocks:
+        return False
+    return True
+
+
+def _further(state: State, request: Request) -> int:
+    """The blocks that its samples begin in their next step, beside those that starting takes. O(its samples)."""
+    samples = request._unfinished
+    if request._stage is Stage.SWAPPED and not request._prefilling:
+        return sum(blocks_needed(state, [Row(s, s._computed, s._known) for s in samples]))
+    needed = state.blocks_of(len(request.prompt), [sample._known for sample in samples])
+    return needed - state.blocks_for(samples[0]._known)
+
+
+def _text(request: Request) -> array[int]:
+    """What the first sample's sequence is made of: prompt and completion, as far as it is known."""
+    leader = request._unfinished[0]
+    return leader._text(0, leader._known) if leader.tokens else request.prompt
