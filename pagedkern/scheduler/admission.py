@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 
-from pagedkern.allocator import Verdict
+from pagedkern.allocator import Plan, Sequence, Verdict
 from pagedkern.errors import OutOfBlocks
 from pagedkern.scheduler.batch import Row
 from pagedkern.scheduler.draft import Draft
 from pagedkern.scheduler.growth import blocks_needed
-from pagedkern.scheduler.request import Request, Stage
+from pagedkern.scheduler.request import SWAPPED, Request
+from pagedkern.scheduler.room import free_all
 from pagedkern.scheduler.standstill import Standstill
 from pagedkern.scheduler.state import State
 
@@ -66,7 +67,7 @@ def _fits_beside_cached(draft: Draft, request: Request) -> bool:
     refused, room_then = state.refusal
     if refused == request.id and room <= room_then:
         return False
-    if request._stage is not Stage.SWAPPED and (len(samples) == 1 or not samples[0].tokens):
+    if request._stage is not SWAPPED and (len(samples) == 1 or not samples[0].tokens):
         spare = draft.num_promised + len(samples) - 1
         if state.allocator.can_allocate(_text(request), salt=request.salt, spare_blocks=spare) is Verdict.OK:
             return True
@@ -84,37 +85,71 @@ def _uncached(state: State, request: Request) -> int:
     return state.blocks_of(prompt, [sample._known for sample in samples])
 
 
-def _start(draft: Draft, request: Request, rest: int = 0) -> None:
-    """Create the sequence of the first sample, or bring all of them back from the host. Raises `OutOfBlocks`, also if
-    fewer than `rest` blocks are free then.
-    """
-    allocator, samples = draft.state.allocator, request._unfinished
-    if request._stage is Stage.SWAPPED:
-        plan = allocator.swap_in([sample.seq for sample in samples if sample.seq is not None])
-    else:
-        seq = allocator.create(_text(request), salt=request.salt, priority=request.priority)
-    if rest and rest > allocator.num_free_blocks:
-        raise OutOfBlocks
-    if request._stage is Stage.SWAPPED:
-        draft.resumes(request, plan)
-    else:
-        draft.starts(request, seq)
+def _start(draft: Draft, request: Request) -> None:
+    """Run beside others. Raises `OutOfBlocks`, and nothing has changed, if there is no room after all."""
+    _started(draft, request, _take(draft.state, request))
 
 
 def _start_alone(draft: Draft, request: Request) -> bool:
-    """Start if there is room for the next step of all samples, watermark aside. Then it is certain that it gets on."""
+    """Run if there is room for the next step of all samples, watermark aside: then it is certain that it gets on."""
+    state = draft.state
     try:
-        with draft.state.allocator.transaction():
-            _start(draft, request, _further(draft.state, request))
+        with state.allocator.transaction():
+            taken = _take(state, request, rest=_further(state, request))
     except OutOfBlocks:
         return False
+    _started(draft, request, taken)
     return True
+
+
+def fits_again(state: State, request: Request) -> bool:
+    """Whether a request that runs would have room for its next step if it were computed again, alone. Changes nothing.
+
+    O(blocks of what runs).
+    """
+    try:
+        with state.allocator.transaction():
+            for other in state.running:
+                free_all(state, other)
+            _take(state, request, rest=_further(state, request))
+            raise _TakenBack
+    except OutOfBlocks:
+        return False
+    except _TakenBack:
+        return True
+
+
+class _TakenBack(Exception):
+    """It was but a trial."""
+
+
+def _take(state: State, request: Request, rest: int = 0) -> Sequence | Plan:
+    """The sequence of the first sample (the others are forked once it is computed), or the plan that brings all of them
+    back from the host. Raises `OutOfBlocks`, also if fewer than `rest` blocks are free then.
+    """
+    taken: Sequence | Plan
+    if request._stage is SWAPPED:
+        taken = state.allocator.swap_in([s.seq for s in request._unfinished if s.seq is not None])
+    else:
+        taken = state.allocator.create(_text(request), salt=request.salt, priority=request.priority)
+    if rest and rest > state.allocator.num_free_blocks:
+        raise OutOfBlocks
+    return taken
+
+
+def _started(draft: Draft, request: Request, taken: Sequence | Plan) -> None:
+    if isinstance(taken, Plan):
+        draft.resumes(request, taken)
+    else:
+        draft.starts(request, taken)
 
 
 def _further(state: State, request: Request) -> int:
     """The blocks that its samples begin in their next step, beside those that starting takes. O(its samples)."""
     samples = request._unfinished
-    if request._stage is Stage.SWAPPED and not request._prefilling:
+    if not samples[0].tokens:  # the next step computes the prompt
+        return 0
+    if request._stage is SWAPPED and not request._prefilling:
         return sum(blocks_needed(state, [Row(s, s._computed, s._known) for s in samples]))
     needed = state.blocks_of(len(request.prompt), [sample._known for sample in samples])
     return needed - state.blocks_for(samples[0]._known)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagedkern.errors import AuditError
-from pagedkern.scheduler.request import Request, Stage
+from pagedkern.scheduler.request import DROPPED, RUNNING, SWAPPED, WAITING, Request
 from pagedkern.scheduler.state import State
 
 
@@ -11,9 +11,9 @@ def check(state: State) -> None:
     """Raise `AuditError` with the first invariant found broken. O(requests + blocks + tokens)."""
     state.allocator.check()
     queues = (
-        (state.running, (Stage.RUNNING,)),
-        (state.line, (Stage.WAITING, Stage.SWAPPED, Stage.DROPPED)),
-        (state.aside, (Stage.WAITING, Stage.SWAPPED, Stage.DROPPED)),
+        (state.running, (RUNNING,)),
+        (state.line, (WAITING, SWAPPED, DROPPED)),
+        (state.aside, (WAITING, SWAPPED, DROPPED)),
     )
     for queue, stages in queues:
         ids = [request.id for request in queue]
@@ -51,12 +51,12 @@ def _check_request(state: State, request: Request) -> None:
     going_on = [sample for sample in request.samples if sample.finish_reason is None]
     _expect(going_on == unfinished, f"{request}: {going_on} go on, {unfinished} listed")
     holds = [sample for sample in request.samples if sample.seq is not None]
-    if request._stage is Stage.WAITING or request._stage is Stage.DROPPED:
+    if request._stage is WAITING or request._stage is DROPPED:
         _expect(not holds, f"{request}: has sequences")
         return
     _expect(holds == (unfinished[:1] if request._prefilling else unfinished), f"{request}: has sequences of {holds}")
     rows = {row.sample: row for row in state.batch.rows} if state.batch is not None else {}
-    place = "swapped out" if request._stage is Stage.SWAPPED else "live"
+    place = "swapped out" if request._stage is SWAPPED else "live"
     for sample in holds:
         seq = sample.seq
         assert seq is not None

@@ -190,7 +190,7 @@ class Batch:
         moves = tuple((kind, array("q", src), array("q", dst)) for kind, src, dst in self.moves)
         numbers = self.id, self.block_size, self.num_blocks, self.num_tokens, self.max_seqlen_q
         arrays = self.seq_lens, self.cu_seqlens_q, self.slot_mapping, self.token_ids, self.positions, self.logits_rows
-        return BatchCopy, (numbers, rows, moves, table.tobytes(), shape, arrays)
+        return BatchCopy, (numbers, rows, moves, table.tobytes(), shape, tuple(buffer[:] for buffer in arrays))
 
     def __repr__(self) -> str:
         return (
@@ -250,6 +250,12 @@ class BatchCopy(Batch):
         self.moves = moves
         self.block_table = _shaped(array("i", table), shape)
         self.seq_lens, self.cu_seqlens_q, self.slot_mapping, self.token_ids, self.positions, self.logits_rows = arrays
+
+    def __repr__(self) -> str:
+        return (
+            f"<BatchCopy {self.id}: {self.num_seqs} rows, {self.num_tokens} tokens, {len(self.moves)} moves, "
+            f"{len(self.logits_rows)} outputs>"
+        )
 
 
 def _shaped(entries: array[int], shape: tuple[int, ...]) -> memoryview:

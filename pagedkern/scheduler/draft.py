@@ -6,7 +6,7 @@ from collections import Counter
 
 from pagedkern.allocator import Plan, Sequence
 from pagedkern.scheduler.batch import Batch
-from pagedkern.scheduler.request import Request, Stage
+from pagedkern.scheduler.request import DROPPED, RUNNING, SWAPPED, WAITING, Request
 from pagedkern.scheduler.state import State
 
 
@@ -81,24 +81,24 @@ class Draft:
         state, batch = self.state, self.batch
         for request in batch.swapped_out:
             state.leave(request)
-            state.enter(request, Stage.SWAPPED)
+            state.enter(request, SWAPPED)
             request.num_preemptions += 1
             state.counts["preempted_by_swap"] += 1
         for request in batch.dropped:
             state.lose(request)
-            state.enter(request, Stage.DROPPED)
+            state.enter(request, DROPPED)
         for request, seq in self.started:
             stage, leader = request._stage, request._unfinished[0]
             batch._admitted.append((request, stage))
             leader.seq, leader._computed = seq, seq.num_cached_tokens
-            if stage is Stage.WAITING:
+            if stage is WAITING:
                 request.num_cached_tokens = leader._computed
             state.leave(request)
             request._prefilling = True
-            state.enter(request, Stage.RUNNING)
+            state.enter(request, RUNNING)
         for request in batch.resumed:
             state.leave(request)
-            state.enter(request, Stage.RUNNING)
+            state.enter(request, RUNNING)
         state.num_batches, state.batch = batch.id, batch
         return batch
 

@@ -7,11 +7,12 @@ from itertools import accumulate, islice
 
 from pagedkern.allocator import Step
 from pagedkern.errors import OutOfBlocks
-from pagedkern.scheduler.admission import can_start, start_more
+from pagedkern.scheduler.admission import can_start, fits_again, start_more
 from pagedkern.scheduler.batch import Batch, Row
 from pagedkern.scheduler.draft import Draft
 from pagedkern.scheduler.growth import blocks_needed, rows_of
-from pagedkern.scheduler.room import preempt
+from pagedkern.scheduler.request import RUNNING, Request
+from pagedkern.scheduler.room import free_all, preempt
 from pagedkern.scheduler.standstill import Standstill, recall, resolve
 from pagedkern.scheduler.state import State
 
@@ -26,7 +27,9 @@ def make(state: State, ident: int) -> Batch:
             with state.allocator.transaction():
                 _general(draft)
         except Standstill as found:
-            raise resolve(state, found) from None
+            draft = Draft(state, ident)
+            if not _gives_up(draft, found.request):
+                raise resolve(state, found) from None
     return draft.settle()
 
 
@@ -95,6 +98,19 @@ def _grow(draft: Draft) -> None:
         coming += preempt(draft, request)
 
 
+def _gives_up(draft: Draft, request: Request) -> bool:
+    """If a request that cannot go on would fit when computed again, it is preempted for that, and the batch has no
+    rows: foreign sequences may hold the same contents in other blocks, which it shares then.
+    """
+    if request._stage is not RUNNING or not fits_again(draft.state, request):
+        return False
+    with draft.state.allocator.transaction():
+        free_all(draft.state, request)
+    draft.stops(request)
+    draft.batch.dropped.append(request)
+    return True
+
+
 def _append_if_room(draft: Draft, rows: list[Row]) -> bool:
     try:
         step = _append(draft.state, rows)
@@ -120,7 +136,10 @@ def _prefill(draft: Draft, budget: int) -> None:
     batch, prompts = draft.batch, draft.started
     if draft.prompts:
         prompts = sorted(draft.prompts + draft.started, key=lambda prompt: prompt[0].id)
-    step = draft.state.allocator.prefill([seq for _, seq in prompts], max_tokens=budget)
+    try:
+        step = draft.state.allocator.prefill([seq for _, seq in prompts], max_tokens=budget)
+    except OutOfBlocks:  # foreign forks share blocks that are not full
+        raise Standstill(draft.prompts[0][0], draft.state.allocator.num_free_blocks) from None
     batch._add(step)
     starts = step.cu_seqlens_q
     for (request, _), end, first, last in zip(prompts, step.seq_lens, starts, starts[1:], strict=False):

@@ -22,6 +22,9 @@ class Stage(enum.Enum):
     CANCELLED = "cancelled"
 
 
+WAITING, RUNNING, SWAPPED, DROPPED, FINISHED, CANCELLED = Stage  # a look into an enum is slow, and there are thousands
+
+
 class Sample:
     """One completion of a request's prompt. All attributes are read-only."""
 
@@ -94,7 +97,7 @@ class Request:
         self.samples = tuple(Sample(self, i) for i in range(n))  # its completions
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.num_preemptions = 0  # how often it had to make room
-        self._stage = Stage.WAITING
+        self._stage = WAITING
         self._unfinished = list(self.samples)  # replaced when some end, never changed in place
         self._prefilling = False  # the first unfinished sample has a sequence that is not computed to its end
         self._ahead: Sample | None = (
@@ -112,7 +115,7 @@ class Request:
     @property
     def ended(self) -> bool:
         """Finished or cancelled."""
-        return self._stage is Stage.FINISHED or self._stage is Stage.CANCELLED
+        return self._stage is FINISHED or self._stage is CANCELLED
 
     def __repr__(self) -> str:
         return f"<Request {self.id} {self.state}: {len(self.prompt)} prompt tokens, {len(self.samples)} samples>"

@@ -10,7 +10,7 @@ from pagedkern.errors import InvalidArgument, InvalidType
 from pagedkern.scheduler import audit, outcome, planner
 from pagedkern.scheduler.batch import Batch, BatchCopy
 from pagedkern.scheduler.costs import Costs
-from pagedkern.scheduler.request import Request, Sample, Stage
+from pagedkern.scheduler.request import WAITING, Request, Sample
 from pagedkern.scheduler.standstill import returning
 from pagedkern.scheduler.state import State
 
@@ -163,7 +163,7 @@ class Scheduler:
         level, owner = integer("priority", priority, 0, 3), tenant(salt)
         request = Request(state.num_requests + 1, ids, last, count, ends, owner, level)
         state.num_requests += 1
-        state.enter(request, Stage.WAITING)
+        state.enter(request, WAITING)
         state.counts["requests_added"] += 1
         return request
 
@@ -256,12 +256,12 @@ class Scheduler:
     @property
     def preempted(self) -> list[Request]:
         """Requests that ran and have to wait, in the order of arrival. O(requests that do not run)."""
-        return [request for request in self._not_running() if request._stage is not Stage.WAITING]
+        return [request for request in self._not_running() if request._stage is not WAITING]
 
     @property
     def waiting(self) -> list[Request]:
         """Requests that have not run, in the order of arrival. O(requests that do not run)."""
-        return [request for request in self._not_running() if request._stage is Stage.WAITING]
+        return [request for request in self._not_running() if request._stage is WAITING]
 
     @property
     def stuck(self) -> list[Request]:

@@ -8,7 +8,7 @@ pass it, and it is back at its place in line as soon as foreign sequences hold f
 from __future__ import annotations
 
 from pagedkern.errors import OutOfBlocks
-from pagedkern.scheduler.request import Request, Stage
+from pagedkern.scheduler.request import DROPPED, RUNNING, Request
 from pagedkern.scheduler.room import free_all
 from pagedkern.scheduler.state import State
 
@@ -26,19 +26,19 @@ def resolve(state: State, found: Standstill) -> OutOfBlocks:
     """Set the request aside, if that is of use to others. Returns what to tell the caller. O(its blocks), and O(blocks)
     of foreign sequences.
 
-    One that runs gives up its blocks for it; it keeps them as long as there is nobody who could use them.
+    One that runs gives up its blocks for it; it keeps them as long as there is nobody else.
     """
     request, allocator = found.request, state.allocator
     foreign = foreign_blocks(state)
     needed = state.blocks_of(len(request.prompt), [sample._known for sample in request._unfinished])
-    if request._stage is not Stage.RUNNING:
+    if request._stage is not RUNNING:
         _set_aside(state, request, foreign)
-    elif len(state.running) > 1 or state.line:
+    elif len(state.running) > 1 or state.line or state.aside:
         with allocator.transaction():
             free_all(state, request)
         # Nothing below raises.
         state.lose(request)
-        state.enter(request, Stage.DROPPED)
+        state.enter(request, DROPPED)
         _set_aside(state, request, foreign)
     return OutOfBlocks(
         f"schedule: {found.num_free} of {allocator.num_blocks} blocks are free, too few for request {request.id} even "
@@ -53,20 +53,25 @@ def _set_aside(state: State, request: Request, foreign: int) -> None:
         state.line.remove(request)
         state.aside.add(request)
         request._beside = foreign
+        state.most_beside = max(state.most_beside, foreign)
 
 
 def recall(state: State) -> None:
-    """Put those back in line that foreign sequences leave more room now. O(sequences + foreign blocks)."""
-    for request in returning(state):
+    """Put those back in line that foreign sequences leave more room now. O(sequences + foreign blocks), and O(requests
+    set aside) if there are any.
+    """
+    back = returning(state)
+    for request in back:
         state.leave(request)
         state.enter(request, request._stage)
+    if back:
+        state.most_beside = max((r._beside for r in state.aside if r._beside is not None), default=0)
 
 
 def returning(state: State) -> list[Request]:
     """Those set aside that foreign sequences leave more room now than the last time, the latest arrival first."""
-    if not state.aside:
+    if not state.aside or (foreign := foreign_blocks(state)) >= state.most_beside:
         return []
-    foreign = foreign_blocks(state)
     return [r for r in reversed(state.aside) if r._beside is not None and foreign < r._beside]
 
 

@@ -9,7 +9,7 @@ from pagedkern.allocator import BlockAllocator, Verdict
 from pagedkern.scheduler.batch import Batch
 from pagedkern.scheduler.costs import Costs
 from pagedkern.scheduler.queue import Queue
-from pagedkern.scheduler.request import Request, Stage
+from pagedkern.scheduler.request import DROPPED, RUNNING, Request, Stage
 
 COUNTS = (
     "requests_added",
@@ -41,6 +41,7 @@ class State:
         self.running = Queue()
         self.line = Queue()  # those that have been preempted, and those that have never run
         self.aside = Queue()  # had no room even alone, beside foreign sequences: others pass them
+        self.most_beside = 0  # foreign sequences held no more blocks when any of these was set aside
         self.batch: Batch | None = None  # in flight
         self.num_batches = 0
         self.num_requests = 0
@@ -89,7 +90,7 @@ class State:
     def enter(self, request: Request, stage: Stage) -> None:
         """The request is at this stage from now on, and in the queue for it. It is in none. Amortised O(1)."""
         request._stage = stage
-        if stage is Stage.RUNNING:
+        if stage is RUNNING:
             self.running.add(request)
             samples = len(request._unfinished)
             self.num_seqs += samples
@@ -101,7 +102,7 @@ class State:
 
     def leave(self, request: Request) -> None:
         """Out of the queue that it is in. O(1)."""
-        if request._stage is Stage.RUNNING:
+        if request._stage is RUNNING:
             self.running.remove(request)
             samples = len(request._unfinished)
             self.num_seqs -= samples
@@ -127,7 +128,7 @@ class State:
         """The request is preempted, and what it has computed is given up: its sequences have been freed."""
         self.leave(request)
         self.forget(request)
-        request._stage = Stage.DROPPED
+        request._stage = DROPPED
         request.num_preemptions += 1
         self.counts["preempted_by_recomputation"] += 1
 
