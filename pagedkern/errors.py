@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import typing
 
 
 class PagedKernError(Exception):
@@ -36,11 +36,11 @@ class OutOfBlocks(PagedKernError, RuntimeError):
         request: the `Request` that has no room, if `Scheduler.schedule` raised this; else None.
     """
 
-    def __init__(self, *args: object, request: Any = None) -> None:
+    def __init__(self, *args: object, request: typing.Any = None) -> None:
         super().__init__(*args)
         self.request = request
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[typing.Any, ...]:
         return type(self), self.args  # the request belongs to its scheduler: it does not go to other processes
 
 

@@ -22,6 +22,7 @@ def start_more(draft: Draft, budget: int) -> None:
     Whoever is alone has all the room that there is: `Standstill` if that is not enough. O(tokens) of what starts.
     """
     state = draft.state
+    draft.room = 0  # not known any more: others have grown
     for request in state.line:
         if draft.num_left >= budget:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as List
 
-from pagedkern.allocator import BlockAllocator, Plan, Sequence, Step
+from pagedkern.allocator import BlockAllocator, Plan, Sequence, Step, Verdict
 from pagedkern.errors import OutOfBlocks
 from pagedkern.scheduler import Batch, Request, Sample, Scheduler
 
@@ -97,6 +97,11 @@ class Engine:
             "room is made and taken at once"
         )
         assert {row.sample.request for row in batch.rows} >= set(admitted), "admitted before there is budget for it"
+        if admitted and len(self.scheduler.running) > 1:  # who is alone may take all
+            prompts = [r for r in self.scheduler.running if r._prefilling]
+            promised = sum(s.finish_reason is None for r in prompts for s in r.samples) - len(prompts)
+            room = self.allocator.can_allocate(0, spare_blocks=promised)
+            assert room is Verdict.OK, "admitted at the cost of the watermark, or of what was promised to others"
         self.move(batch)
         size, budget = self.allocator.block_size, self.scheduler._state.token_budget
         cu, lens, slots = batch.cu_seqlens_q, batch.seq_lens, batch.slot_mapping
