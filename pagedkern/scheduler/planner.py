@@ -139,7 +139,7 @@ def _prefill(draft: Draft, budget: int) -> None:
     try:
         step = draft.state.allocator.prefill([seq for _, seq in prompts], max_tokens=budget)
     except OutOfBlocks:  # foreign forks share blocks that are not full
-        raise Standstill(draft.prompts[0][0], draft.state.allocator.num_free_blocks) from None
+        raise Standstill((draft.prompts or prompts)[0][0], draft.state.allocator.num_free_blocks) from None
     batch._add(step)
     starts = step.cu_seqlens_q
     for (request, _), end, first, last in zip(prompts, step.seq_lens, starts, starts[1:], strict=False):

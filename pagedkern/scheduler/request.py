@@ -22,7 +22,7 @@ class Stage(enum.Enum):
     CANCELLED = "cancelled"
 
 
-WAITING, RUNNING, SWAPPED, DROPPED, FINISHED, CANCELLED = Stage  # a look into an enum is slow, and there are thousands
+WAITING, RUNNING, SWAPPED, DROPPED, FINISHED, CANCELLED = Stage  # looking into an enum takes longer
 
 
 class Sample:
@@ -100,12 +100,10 @@ class Request:
         self._stage = WAITING
         self._unfinished = list(self.samples)  # replaced when some end, never changed in place
         self._prefilling = False  # the first unfinished sample has a sequence that is not computed to its end
-        self._ahead: Sample | None = (
-            None  # was forked with more tokens than the prompt: it never copies that's last block
-        )
-        self._beside: int | None = (
-            None  # if it was ever set aside: the blocks that foreign sequences held the last time
-        )
+        # Was ahead when the others were forked: shares the prompt's last block, and never has to copy it.
+        self._ahead: Sample | None = None
+        # If it was ever set aside: the blocks that foreign sequences held the last time.
+        self._beside: int | None = None
 
     @property
     def state(self) -> str:

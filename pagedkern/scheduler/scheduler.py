@@ -286,6 +286,8 @@ class Scheduler:
 
     def _not_running(self) -> list[Request]:
         state = self._state
+        if not state.aside:
+            return list(state.line)
         return sorted((*state.line, *state.aside), key=lambda request: request.id)
 
     def _flying(self, batch: object) -> None:
