@@ -23,9 +23,10 @@ def preempt(draft: Draft, request: Request) -> int:
 
 def swap_out(draft: Draft, request: Request) -> int:
     """Its blocks go to the host, by a plan of the batch. Returns how many, 0 if the host has no room."""
-    num_blocks = len(blocks_of(request))
+    num_blocks, allocator = len(blocks_of(request)), draft.state.allocator
     try:
-        plan = draft.state.allocator.swap_out([s.seq for s in request._unfinished if s.seq is not None])
+        with allocator.transaction():  # a mere trial leaves no trace in the allocator's counts
+            plan = allocator.swap_out([s.seq for s in request._unfinished if s.seq is not None])
     except OutOfBlocks:
         return 0
     draft.batch._add(plan)

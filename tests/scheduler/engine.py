@@ -70,6 +70,12 @@ class Engine:
             self.step()
             assert self.num_batches < limit, "somebody is starving"
 
+    def run_one(self, request: Request, limit: int = 500) -> None:
+        """Until this request has ended."""
+        while not request.ended:
+            self.step()
+            assert self.num_batches < limit, "it is starving"
+
     def step(self) -> Batch:
         batch = self.scheduler.schedule()
         self.complete(batch, self.execute(batch))
@@ -97,6 +103,10 @@ class Engine:
             "room is made and taken at once"
         )
         assert {row.sample.request for row in batch.rows} >= set(admitted), "admitted before there is budget for it"
+        ids = [row.sample.request.id for row in batch.rows]
+        for step in batch.steps:
+            assert ids[: step.num_seqs] == sorted(ids[: step.num_seqs]), "not in the order of arrival"
+            del ids[: step.num_seqs]
         if admitted and len(self.scheduler.running) > 1:  # who is alone may take all
             prompts = [r for r in self.scheduler.running if r._prefilling]
             promised = sum(s.finish_reason is None for r in prompts for s in r.samples) - len(prompts)

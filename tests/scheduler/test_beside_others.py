@@ -9,7 +9,7 @@ import pytest
 from pagedkern.allocator import Verdict
 from pagedkern.errors import OutOfBlocks
 from pagedkern.scheduler import Request
-from tests.scheduler.engine import Engine, prompt_of
+from tests.scheduler.engine import Engine, prompt_of, values_of
 
 POLICIES = ("swap", "recompute", "auto")
 
@@ -318,6 +318,56 @@ def test_foreign_memory_that_comes_and_goes_starves_nobody() -> None:
         engine.let_go()
     engine.run()
     engine.finished([big, *small])
+
+
+def test_only_those_come_back_that_have_more_room_than_when_they_were_set_aside() -> None:
+    engine = Engine(10, 4)
+    assert engine.hold(5)
+    large, small = (engine.scheduler.add(prompt_of(length), max_tokens=2) for length in (24, 16))
+    assert stuck(engine) is large
+    assert engine.hold(2)
+    assert stuck(engine) is small
+    engine.let_go()
+    engine.run_one(small)
+    assert engine.scheduler.stuck == [large], "five are held, as before"
+    engine.let_go()
+    engine.run()
+    engine.finished([large, small])
+
+
+def test_it_may_have_room_as_soon_as_a_foreign_prompt_is_computed() -> None:
+    """It begins alike, and shares those blocks then. One that runs, and cannot grow, must not stand in its way."""
+    engine = Engine(8, 4)
+    seq = engine.allocator.create(prompt_of(16))
+    step = engine.allocator.prefill([seq])
+    longer = engine.scheduler.add([*prompt_of(16), 1, 2, 3, 4], max_tokens=2)
+    other = engine.scheduler.add(prompt_of(2, 5), max_tokens=28)
+    assert until_stuck(engine) is longer
+    assert until_stuck(engine) is other
+    assert engine.scheduler.stuck == [longer, other]
+    engine.foreign.append(seq)
+    engine.write(step, values_of(prompt_of(16)))
+    engine.allocator.commit(step)
+    engine.run_one(longer)
+    assert longer.num_cached_tokens == 16
+    engine.let_go()
+    engine.run()
+    engine.finished([longer, other])
+
+
+def test_its_prompt_comes_before_those_of_later_arrivals() -> None:
+    engine = Engine(16, 4, token_budget=8)
+    assert engine.hold(10)
+    big = engine.scheduler.add(prompt_of(28), max_tokens=2)
+    assert stuck(engine) is big
+    later = engine.scheduler.add(prompt_of(20, 1), max_tokens=2)
+    engine.step()
+    engine.let_go()
+    engine.step()
+    batch = engine.step()
+    assert [(row.sample.request, row.end - row.start) for row in batch.rows] == [(big, 8)]
+    engine.run()
+    engine.finished([big, later])
 
 
 def test_can_add_knows_of_those_that_come_back() -> None:

@@ -194,6 +194,27 @@ def test_long_runs(seed: int) -> None:
     assert engine.num_batches > 40
 
 
+@pytest.mark.parametrize("seed", range(35))
+def test_the_blocks_that_rows_take_are_known_in_advance(seed: int) -> None:
+    """Copies on write included: the allocator never has to refuse."""
+    rng = random.Random(seed)
+    size = rng.choice([3, 4, 5, 8])
+    engine = Engine(
+        rng.randint(10, 24),
+        size,
+        policy=rng.choice(["recompute", "swap"]),
+        num_host_blocks=rng.choice([0, 0, 40]),
+        token_budget=rng.choice([4, 9, 16, 40]),
+        audits=False,
+    )
+    for i in range(10):
+        length, last, n = rng.randint(1, 14), rng.randint(2, 16), rng.choice([1, 2, 3, 4])
+        if engine.scheduler.can_add(length, max_tokens=last, n=n) is not Verdict.NEVER:
+            engine.scheduler.add(prompt_of(length, i), max_tokens=last, n=n)
+    engine.run()
+    assert engine.allocator.stats["out_of_blocks"] == 0
+
+
 def test_the_same_calls_give_the_same_batches() -> None:
     texts = []
     for _ in range(2):
