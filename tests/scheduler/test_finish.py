@@ -390,7 +390,7 @@ def test_auto_knows_that_a_prefix_held_by_others_is_not_recomputed() -> None:
 
 
 def test_auto_knows_that_nobody_holds_what_a_victim_before_has_given_up() -> None:
-    """Two that share 12 of their tokens make room in one batch: one is cheap to compute again, then the other is not."""
+    """Two that share 12 tokens make room in one batch: one is cheap to compute again, the other is not then."""
     costs = Costs(
         bytes_per_block=1000, link_bytes_per_second=1000.0, transfer_seconds=0.0, prefill_tokens_per_second=1.0
     )
