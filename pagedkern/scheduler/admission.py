@@ -9,7 +9,7 @@ from pagedkern.errors import OutOfBlocks
 from pagedkern.scheduler.batch import Row
 from pagedkern.scheduler.draft import Draft
 from pagedkern.scheduler.growth import blocks_needed
-from pagedkern.scheduler.request import SWAPPED, Request
+from pagedkern.scheduler.request import SWAPPED, WAITING, Request
 from pagedkern.scheduler.room import free_all
 from pagedkern.scheduler.standstill import Standstill
 from pagedkern.scheduler.state import State
@@ -132,7 +132,8 @@ def _take(state: State, request: Request, rest: int = 0) -> Sequence | Plan:
     if request._stage is SWAPPED:
         taken = state.allocator.swap_in([s.seq for s in request._unfinished if s.seq is not None])
     else:
-        taken = state.allocator.create(_text(request), salt=request.salt, priority=request.priority)
+        again = request._stage is not WAITING  # its prompt has been counted then
+        taken = state.allocator.create(_text(request), salt=request.salt, priority=request.priority, again=again)
     if rest and rest > state.allocator.num_free_blocks:
         raise OutOfBlocks
     return taken

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 
 import pytest
 
+from pagedkern.errors import OutOfBlocks
 from pagedkern.scheduler import Request
 from tests.scheduler.engine import Engine, prompt_of
 
@@ -64,10 +66,10 @@ def test_hit_rate_of_requests_that_are_cancelled() -> None:
     batch = engine.scheduler.schedule()
     engine.scheduler.cancel(admitted)
     engine.scheduler.complete(batch, engine.execute(batch))
-    assert hit_rate(engine)[0] in (0, 7), "the second was in the same batch, or not"
+    assert hit_rate(engine) == (7, 0), "only the third has begun: the batch computed one of its tokens"
     engine.step()
     engine.scheduler.cancel(computed)
-    assert hit_rate(engine) == (7, 0), "what was never computed was not asked for"
+    assert hit_rate(engine) == (7, 0)
 
 
 def test_hit_rate_beside_foreign_sequences() -> None:
@@ -77,10 +79,9 @@ def test_hit_rate_beside_foreign_sequences() -> None:
     big = engine.scheduler.add(prompt_of(14), max_tokens=2)
     small = engine.scheduler.add(prompt_of(10, 1), max_tokens=20)
     for _ in range(20):
-        try:
+        with suppress(OutOfBlocks):
             engine.step()
-        except Exception as error:
-            assert "not the scheduler's" in str(error)  # noqa: PT017
+    assert engine.scheduler.stuck == [big, small]
     engine.let_go()
     engine.run()
     engine.finished([big, small])
@@ -110,7 +111,7 @@ def test_counts_of_random_runs(seed: int) -> None:
         if rng.random() < 0.06 and (living := [r for r in requests if not r.ended]):
             scheduler.cancel(rng.choice(living))
         batch = scheduler.schedule()
-        stats, rate = scheduler.stats, hit_rate(engine)
+        stats = scheduler.stats
         if batch.rows and rng.random() < 0.1:
             scheduler.cancel(rng.choice(batch.rows).sample.request)
         if rng.random() < 0.25:
@@ -119,7 +120,6 @@ def test_counts_of_random_runs(seed: int) -> None:
         engine.complete(batch, engine.execute(batch))
         begun |= {row.sample.request for row in batch.rows if row.sample.request.state != "cancelled"}
         assert scheduler.stats["tokens_scheduled"] - stats["tokens_scheduled"] == batch.num_tokens
-        assert rate >= (0, 0)
         assert hit_rate(engine) == asked_by(list(begun))
     stats = scheduler.stats
     ended = [request.state for request in requests]
