@@ -16,7 +16,7 @@ from pagedkern.allocator.facts import Facts
 from pagedkern.allocator.observe import EventLog
 from pagedkern.allocator.operation import OperationLog, look_again, operation, transaction
 from pagedkern.allocator.sequence import Sequence, State
-from pagedkern.allocator.step import Phase, Plan, Step, Verdict
+from pagedkern.allocator.step import Origin, Phase, Plan, Step, Verdict
 from pagedkern.errors import AuditError, InvalidArgument, InvalidType, WrongThread
 
 
@@ -109,7 +109,7 @@ class BlockAllocator(Facts):
         return Verdict.OK if need - len(hits) + kept <= free else Verdict.LATER
 
     @operation
-    def create(self, tokens: int | Tokens, *, salt: Salt = None, priority: int = 0) -> Sequence:
+    def create(self, tokens: int | Tokens, *, salt: Salt = None, priority: int = 0, again: bool = False) -> Sequence:
         """A new sequence with this prompt: token ids, or a count when there is nothing to share.
 
         The longest prefix of full blocks that is cached under the same salt is shared, not computed again
@@ -120,10 +120,12 @@ class BlockAllocator(Facts):
             tokens: ids of up to 64 bits with a sign, or their number.
             salt: a string, bytes, an int of at most 4096 bits, or None. Sequences with different salts share nothing.
             priority: 0 to 3. When blocks are lacking, cached blocks of freed sequences of lower priority go first.
+            again: the prompt has been counted in `stats` before, as that of a request which is computed again after a
+                preemption: what is asked and found is not counted once more.
 
         Raises `OutOfBlocks`, whose message says how many blocks are needed and free. O(tokens).
         """
-        return sequences.create(self._core, *self._prompt(tokens), tenant(salt), priority)
+        return sequences.create(self._core, *self._prompt(tokens), tenant(salt), priority, again)
 
     @operation
     def fork(self, seq: Sequence, n: int = 1) -> list[Sequence]:
@@ -158,9 +160,7 @@ class BlockAllocator(Facts):
         Cached blocks stay to be reused until they are the least recently used, the tail of a sequence before its head.
         Blocks that a step in flight reads or writes are handed out again only after its commit or abort.
         """
-        seq = self._core.own(seq, (State.LIVE, State.SWAPPED))
-        self._core.give_up(seq, seq._blocks)
-        self._core.remove(seq)
+        sequences.free(self._core, self._core.own(seq, (State.LIVE, State.SWAPPED)))
 
     @operation
     def release_window(self, seq: Sequence, first_needed: int) -> None:
@@ -309,6 +309,8 @@ class BlockAllocator(Facts):
     def _flying(self, plan: object) -> Plan:
         if not isinstance(plan, Plan):
             raise InvalidType(f"plan: got {type(plan).__name__}, a Step or Plan is accepted")
+        if plan._owner is None or isinstance(plan._owner, Origin):
+            raise InvalidArgument(f"plan: {plan.id} is a copy, which belongs to no allocator")
         if plan._owner is not self:
             raise InvalidArgument(f"plan: {plan.id} was made by another allocator")
         if plan._phase is not Phase.IN_FLIGHT:

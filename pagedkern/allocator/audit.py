@@ -29,6 +29,8 @@ def check(core: Core) -> None:
         if seq._cohort is None:
             _check_cached(core, seq, contents)
     _check_plans(core)
+    _check_aliasing(core)
+    _check_counts(core)
     plans = core.in_flight.values()
     for pool, state in ((core.pool, State.LIVE), (core.host, State.SWAPPED)):
         owners = Counter(b for s in core.live.values() if s._state is state for b in s._blocks if b >= 0)
@@ -39,6 +41,38 @@ def check(core: Core) -> None:
     seals = Counter(pair for p in plans for pair in p._seals)
     _expect(seals == Counter((b, n) for b, all in core.pool.seals.items() for n in all), "seals: not the plans' own")
     _check_moves(core)
+
+
+def _check_aliasing(core: Core) -> None:
+    """Nothing that can change is held by two sequences, or by a sequence and a plan."""
+    holders: dict[int, str] = {}
+
+    def hold(what: object, name: str) -> None:
+        other = holders.setdefault(id(what), name)
+        _expect(other == name, f"{name} and {other} hold one {type(what).__name__}")
+
+    for seq in core.live.values():
+        hold(seq._blocks, f"sequence {seq.id}")
+        hold(seq._tokens, f"sequence {seq.id}")
+    for plan in core.in_flight.values():
+        for i, row in enumerate(plan._rows or ()):
+            hold(row.cows, f"row {i} of plan {plan.id}")
+            if row.before is not None and not isinstance(row.before[1], tuple):
+                hold(row.before[1], f"row {i} of plan {plan.id}")
+        if isinstance(plan, Step):
+            for i, (blocks, *_) in enumerate(plan._source):
+                hold(blocks, f"row {i} of plan {plan.id}")
+
+
+def _check_counts(core: Core) -> None:
+    """What is counted and not answered yet belongs to somebody."""
+    asking = [seq for seq in core.live.values() if seq._asked]
+    sharing = Counter(seq._question for seq in asking if seq._question in core.counts.sharing)
+    _expect(core.counts.sharing == dict(sharing), f"counts: {core.counts.sharing} share questions, {dict(sharing)} do")
+    asked = sum(seq._asked for seq in asking if not seq._question)
+    _expect(
+        asked <= core.counts.numbers["prefix_tokens_asked"], f"counts: {asked} tokens are to be taken back, not as many"
+    )
 
 
 def _check_moves(core: Core) -> None:
@@ -81,9 +115,11 @@ def _check_pool(pool: BlockPool, owners: Counter[int], fences: Counter[int]) -> 
     )
     _expect({b for b, key in enumerate(keys) if key is not None} == set(cached), f"{pool.name}: cached, yet not listed")
     _expect(len({node for _, _, node in items}) == len(items), f"{pool.name}: two blocks stand for the same prefix")
+    for run in {id(key): key for key in keys if isinstance(key, Run)}.values():
+        for b in run.blocks:
+            _expect(keys[b] is run, f"{pool.name} block {b}: not its own key")
     for key, b, node in items:
-        own = keys[b]
-        _expect(key == own or (isinstance(own, Run) and b in own.blocks), f"{pool.name} block {b}: not its own key")
+        _expect(key == keys[b] or isinstance(keys[b], Run), f"{pool.name} block {b}: not its own key")
         _expect(0 < key[0] < pool.prefix.next_node and node > 0, f"{pool.name} block {b}: cached behind no prefix")
 
 

@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
-from pagedkern.allocator.observe import COUNTS, EventLog
+from pagedkern.allocator.counts import Counts
+from pagedkern.allocator.observe import EventLog
 from pagedkern.allocator.pool import BlockPool
 from pagedkern.allocator.prefix import Nodes, PrefixIndex
 from pagedkern.allocator.sequence import Sequence, State
@@ -52,7 +53,7 @@ class Core:
         self.last_plan = 0
         self.transactions: list[Mark] = []  # open ones, outermost first
         self.busy = IDLE
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.counts = Counts(self.undo)
         self.events: EventLog | None = None
 
     @property
@@ -249,6 +250,8 @@ def _stale(seq: object, owner: object, states: tuple[State, ...], name: str) -> 
     """Why a handle cannot be used."""
     if not isinstance(seq, Sequence):
         return InvalidType(f"{name}: got {type(seq).__name__}, a Sequence is accepted")
+    if seq._owner is None:
+        return StaleSequence(f"{name}: sequence {seq.id} is a copy, which belongs to no allocator")
     if seq._owner is not owner:
         return StaleSequence(f"{name}: sequence {seq.id} belongs to another allocator")
     accepted = " or ".join(state.value for state in states)

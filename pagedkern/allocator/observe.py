@@ -11,18 +11,6 @@ from pagedkern.allocator.arguments import Salt
 if TYPE_CHECKING:
     from pagedkern.allocator.core import Core
 
-COUNTS = (
-    "sequences_created",
-    "forks",
-    "prefix_tokens_asked",
-    "prefix_tokens_found",
-    "blocks_copied",
-    "blocks_swapped_out",
-    "blocks_swapped_in",
-    "out_of_blocks",
-)
-"""What is counted from the start."""
-
 
 def stats(core: Core) -> dict[str, int]:
     """Counts of what there is and of what has been done. Used blocks are those that are owned or fenced."""
@@ -42,7 +30,7 @@ def stats(core: Core) -> dict[str, int]:
         "host_blocks_evicted": core.host.num_evicted,
         "peak_blocks_used": core.pool.num_blocks - core.pool.least_free,
         "peak_host_blocks_used": core.host.num_blocks - core.host.least_free,
-        **core.counts,
+        **core.counts.numbers,
     }
 
 

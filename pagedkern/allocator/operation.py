@@ -76,7 +76,7 @@ def operation(
             core.busy = BROKEN_OFF
             if isinstance(error, Exception):
                 undo.rollback(mark)
-                core.counts["out_of_blocks"] += isinstance(error, OutOfBlocks)
+                core.counts.numbers["out_of_blocks"] += isinstance(error, OutOfBlocks)
                 core.busy = IDLE
             else:  # it may have come between a change and its entry in the undo log
                 with suppress(Exception):
@@ -108,7 +108,7 @@ def transaction(self: BlockAllocator) -> Iterator[None]:
     if core.busy:
         look_again(core, "transaction")
     core.settle_cohorts()
-    this = len(core.undo), dict(core.counts)
+    this = len(core.undo), dict(core.counts.numbers)
     core.transactions.append(this)
     if self._log is not None:
         self._log.write({"op": "begin"})
@@ -134,7 +134,7 @@ def _leave(core: Core, log: OperationLog | None, this: Mark, how: str) -> None:
     if inner or how == "rollback":
         with suppress(*((Exception,) if core.busy == BROKEN_OFF else ())):  # entries may be missing then
             core.undo.rollback(this[0])
-        core.counts.update(this[1])
+        core.counts.numbers.update(this[1])
         how = "rollback"
     del core.transactions[number:]
     if not number and not core.busy:

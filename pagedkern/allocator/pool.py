@@ -113,6 +113,7 @@ class BlockPool:
         if len(blocks) < count:
             blocks = blocks + self._evict(count - len(blocks))
         if len(blank) + self.num_idle < self.least_free:
+            self._undo.append((setattr, (self, "least_free", self.least_free)))
             self.least_free = len(blank) + self.num_idle
         return blocks
 

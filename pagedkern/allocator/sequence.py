@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from array import array
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from pagedkern.allocator.cohort import Cohort
@@ -30,17 +31,20 @@ class Sequence:
     __slots__ = (
         "__weakref__",
         "_arriving",
+        "_asked",
         "_blocks",
         "_cached",
         "_cohort",
         "_computed",
         "_dirty",
+        "_found",
         "_length",
         "_owner",
         "_pending",
         "_present",
         "_priority",
         "_private",
+        "_question",
         "_registered",
         "_root",
         "_row",
@@ -67,6 +71,8 @@ class Sequence:
         self._root = 0  # node of the empty prefix under the salt; 0: nothing of this sequence is cached
         self._salt: Any = None
         self._priority = 0
+        self._asked = self._found = 0  # tokens that `create` has counted, until a step of this sequence is committed
+        self._question = 0  # shared with forks made since; see counts.py
         self._pending: tuple[Plan, ...] = ()  # steps and plans in flight that concern this sequence, oldest first
         self._arriving = False  # some blocks get their contents from the host, by a move that is not committed
         self._dirty = True  # the row in the last block table of `append` is not up to date
@@ -118,47 +124,60 @@ class Sequence:
             cohort.settle(self, self._row)
             self._cohort = None
 
-    def _saved(self) -> tuple[Any, ...]:
-        """What `_restore` needs to undo changes made from now on.
+    _saved: Callable[[], tuple[Any, ...]]
+    """What `_restore` needs to undo changes made from now on.
 
-        `_blocks` and `_tokens` may grow in place afterwards; any other change to them must be made to a copy.
-        """
-        return (
-            self._blocks,
-            len(self._blocks),
-            self._tokens,
-            len(self._tokens),
-            self._state,
-            self._length,
-            self._cached,
-            self._present,
-            self._computed,
-            self._scheduled,
-            self._private,
-            self._registered,
-            self._pending,
-            self._root,
-            self._arriving,
-        )
+    `_blocks` and `_tokens` may grow in place afterwards; any other change to them must be made to a copy.
+    """
 
-    def _restore(self, *saved: Any) -> None:
-        (
-            self._blocks,
-            num_blocks,
-            self._tokens,
-            num_tokens,
-            self._state,
-            self._length,
-            self._cached,
-            self._present,
-            self._computed,
-            self._scheduled,
-            self._private,
-            self._registered,
-            self._pending,
-            self._root,
-            self._arriving,
-        ) = saved
-        del self._blocks[num_blocks:]
-        del self._tokens[num_tokens:]
+    def _restore(self, blocks: list[int], num_blocks: int, tokens: array[int], num_tokens: int, *values: Any) -> None:
+        self._blocks, self._tokens = blocks, tokens
+        for name, value in zip(UNDONE, values, strict=True):
+            setattr(self, name, value)
+        del blocks[num_blocks:]
+        del tokens[num_tokens:]
         self._dirty = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled handle tells what the sequence was, and belongs to no allocator."""
+        blocks = array("q", self._blocks)
+        return _copied, (self.id, self._state, blocks, self.num_tokens, self.num_computed_tokens, self._cached)
+
+
+def _copied(ident: int, state: State, blocks: array[int], length: int, computed: int, cached: int) -> Sequence:
+    """The handle that a pickle gives."""
+    seq = Sequence(None, ident, blocks.tolist(), array("q"), length)
+    seq._state, seq._computed, seq._scheduled, seq._cached = state, computed, computed, cached
+    return seq
+
+
+class _Use(NamedTuple):
+    """What happens to one field of a sequence, beside `_blocks` and `_tokens`."""
+
+    undone: bool = True  # it may change, and the undo log puts it back
+    forked: bool = True  # forks inherit it
+    stored: bool = True  # snapshots have it as a number
+
+
+_FIELDS = {
+    "_state": _Use(forked=False, stored=False),
+    "_length": _Use(forked=False),
+    "_cached": _Use(),
+    "_present": _Use(),
+    "_computed": _Use(),
+    "_scheduled": _Use(),
+    "_private": _Use(forked=False),
+    "_registered": _Use(),
+    "_root": _Use(),
+    "_arriving": _Use(stored=False),
+    "_pending": _Use(forked=False, stored=False),
+    "_asked": _Use(),
+    "_found": _Use(),
+    "_question": _Use(),
+    "_salt": _Use(undone=False, stored=False),
+    "_priority": _Use(undone=False),
+}
+UNDONE, INHERITED, STORED = (tuple(n for n, use in _FIELDS.items() if use[i]) for i in range(3))
+_SAVED = ("_blocks", "_blocks.__len__()", "_tokens", "_tokens.__len__()", *UNDONE)
+# As if it were written out: `operator.attrgetter` takes three times as long, and every operation saves its sequences.
+Sequence._saved = eval(f"lambda self: ({', '.join(f'self.{name}' for name in _SAVED)})")

@@ -7,25 +7,15 @@ from array import array
 from pagedkern.allocator.arguments import Salt, integer
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.pool import PRIORITIES
-from pagedkern.allocator.sequence import Sequence
-from pagedkern.errors import InvalidArgument, OutOfBlocks
-
-_INHERITED = (  # by forks
-    "_cached",
-    "_present",
-    "_computed",
-    "_scheduled",
-    "_registered",
-    "_root",
-    "_salt",
-    "_priority",
-    "_arriving",
-)
+from pagedkern.allocator.sequence import INHERITED, Sequence
+from pagedkern.errors import InvalidArgument, InvalidType, OutOfBlocks
 
 
-def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, priority: int) -> Sequence:
+def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, priority: int, again: bool) -> Sequence:
     """A new sequence; `shares`: its ids are known and prefixes are cached. O(tokens)."""
     level = integer("priority", priority, 0, PRIORITIES - 1)
+    if not isinstance(again, bool):
+        raise InvalidType(f"again: got {again!r} of type {type(again).__name__}, expected True or False")
     pool, prefix = core.pool, core.prefix
     root = prefix.root(salt) if shares else 0
     found = prefix.match(root, ids.tobytes()) if root else []
@@ -47,11 +37,12 @@ def create(core: Core, ids: array[int], length: int, shares: bool, salt: Salt, p
     seq._cached = seq._computed = seq._scheduled = max(0, min(seq._present, length - 1))
     seq._private, seq._registered = len(found), registered
     seq._arriving = len(hits) < len(found)
-    counts = core.counts
+    counts = core.counts.numbers
     counts["sequences_created"] += 1
-    if root:
+    if root and not again:
+        seq._asked, seq._found = length, seq._cached
         counts["prefix_tokens_asked"] += length
-        counts["prefix_tokens_found"] += seq._cached
+        counts["prefix_tokens_found"] += seq._found
     return seq
 
 
@@ -71,11 +62,13 @@ def fork(core: Core, seq: Sequence, count: int) -> list[Sequence]:
     """New sequences that share the blocks of an `own`ed one. O(blocks) each."""
     blocks = seq._blocks[: core.num_blocks_for(seq._length)]
     owned = [b for b in blocks if b >= 0]
+    if count and seq._asked:
+        core.counts.fork(seq, count)
     forks = []
     for _ in range(count):
         core.pool.retain(owned)
         new = core.add(blocks[:], seq._tokens[:], seq._length)
-        for name in _INHERITED:
+        for name in INHERITED:
             setattr(new, name, getattr(seq, name))
         new._private = len(blocks)
         for plan in seq._pending:  # it takes part in what is in flight
@@ -84,7 +77,7 @@ def fork(core: Core, seq: Sequence, count: int) -> list[Sequence]:
         forks.append(new)
     if count:
         seq._private = max(seq._private, len(blocks))
-    core.counts["forks"] += count
+    core.counts.numbers["forks"] += count
     return forks
 
 
@@ -93,6 +86,14 @@ def pin(core: Core, seq: Sequence) -> Sequence:
     (pinned,) = fork(core, seq, 1)
     truncate(core, pinned, pinned._registered * core.block_size)
     return pinned
+
+
+def free(core: Core, seq: Sequence) -> None:
+    """Give up all blocks of an `own`ed sequence. O(blocks)."""
+    core.give_up(seq, seq._blocks)
+    core.remove(seq)
+    if seq._asked:
+        core.counts.take_back(seq)
 
 
 def truncate(core: Core, seq: Sequence, length: int) -> None:

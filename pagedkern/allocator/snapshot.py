@@ -10,22 +10,11 @@ from typing import Any
 from pagedkern.allocator.arguments import MAX_TOKENS, integer, tenant
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.pool import PRIORITIES, BlockPool
-from pagedkern.allocator.sequence import Sequence, State
+from pagedkern.allocator.sequence import STORED, Sequence, State
 from pagedkern.errors import InvalidArgument
 
-VERSION = 1
-_FIELDS = (
-    "_length",
-    "_cached",
-    "_present",
-    "_computed",
-    "_scheduled",
-    "_private",
-    "_registered",
-    "_root",
-    "_priority",
-)
-_MOST = {"_priority": PRIORITIES - 1, "_root": 2**63}
+VERSION = 2
+_MOST = {"_priority": PRIORITIES - 1, "_root": 2**63, "_question": 2**63}
 """Of the fields that are no numbers of tokens or blocks."""
 
 
@@ -52,7 +41,8 @@ def take(core: Core, reserve: int) -> dict[str, Any]:
         "host": _pool(core.host),
         "twins": list(map(list, core.pool.twins.items())),
         "incoming": list(map(list, core.pool.incoming.items())),
-        "counts": dict(core.counts),
+        "counts": dict(core.counts.numbers),
+        "questions": {"last": core.counts.last_question, "sharing": list(map(list, core.counts.sharing.items()))},
     }
 
 
@@ -72,7 +62,7 @@ def _sequence(seq: Sequence) -> dict[str, Any]:
         "tokens": seq._tokens.tolist(),
         "salt": _encode(seq._salt),
         "arriving": seq._arriving,
-        **{name[1:]: getattr(seq, name) for name in _FIELDS},
+        **{name[1:]: getattr(seq, name) for name in STORED},
     }
 
 
@@ -134,8 +124,13 @@ def put(core: Core, state: dict[str, Any]) -> int:
         reserve = integer("reserve", state["reserve"], 0, core.pool.num_blocks)
         core.last_seq = integer("last_seq", state["last_seq"], 0)
         core.last_plan = integer("last_plan", state["last_plan"], 0)
-        for name in core.counts:
-            core.counts[name] = integer(f"counts.{name}", state["counts"][name], 0)
+        for name in core.counts.numbers:
+            core.counts.numbers[name] = integer(f"counts.{name}", state["counts"][name], 0)
+        questions = state["questions"]
+        core.counts.last_question = integer("questions.last", questions["last"], 0)
+        rows = _pairs("questions.sharing", questions["sharing"], (1, core.counts.last_question), (1, 2**63))
+        for question, sharers in rows:
+            core.counts.sharing[question] = sharers
         next_node = integer("device.index.next_node", state["device"]["index"]["next_node"], 1)
     with _reading("roots"):
         salts = [(tenant(_decode(salt)), integer("node", node, 1, next_node - 1)) for salt, node in state["roots"]]
@@ -192,7 +187,7 @@ def _put_sequence(core: Core, item: dict[str, Any], next_node: int) -> None:
     blocks = _ids(f"{name}: blocks", item["blocks"], -1, pool.num_blocks - 1)
     tokens = array("q", _listed(f"{name}: tokens", item["tokens"]))
     seq = Sequence(core.owner, ident, blocks, tokens, 0)
-    for field in _FIELDS:
+    for field in STORED:
         setattr(seq, field, integer(f"{name}: {field[1:]}", item[field[1:]], 0, _MOST.get(field, MAX_TOKENS)))
     if seq._root >= next_node:
         raise InvalidArgument(f"{name}: root: got {seq._root}, accepted is below {next_node}")

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pagedkern.allocator.sequence import Sequence, State
 
@@ -58,7 +58,6 @@ class Copies:
         return f"Copies({list(self)})"
 
 
-NO_COPIES = Copies(array("q"), array("q"))
 MOST_LANES = 1024
 """Slots of larger blocks are made one by one: most of them would be thrown away."""
 
@@ -76,7 +75,7 @@ class Row:
         self.base = base  # the sequence's length if the step is aborted
         self.num_blocks = num_blocks  # its table's length then
         self.cows: list[tuple[int, int, int]] = []  # (index in the table, block before, block now)
-        self.before: tuple[State, list[int], bool] | None = None  # of a swap: what `abort` restores
+        self.before: tuple[State, tuple[int, ...], bool] | None = None  # of a swap: what `abort` restores
         self.rides = False  # the sequence only depends on the plan: nothing of its own is done or undone
 
     def copy(self, seq: Sequence) -> Row:
@@ -94,11 +93,21 @@ class Row:
         self.start, self.end, self.base = min(self.start, length), min(self.end, length), min(self.base, length)
 
 
+class Origin(NamedTuple):
+    """The blocks that a copied plan was made for. It stands in place of the allocator, which a copy does not have."""
+
+    block_size: int
+    num_blocks: int
+
+
 class Plan:
     """Block moves to carry out, in the order of `moves`, before `commit`.
 
     Within one move all sources are read before any destination is written, and no destination occurs twice. Until the
     commit (or `abort`), blocks that the plan reads or writes are not handed out to anybody else.
+
+    Plans and steps can be pickled, as for the other ranks of a tensor-parallel model. The copy has all that can be read
+    here, its sequences as handles without token ids, and belongs to no allocator: it cannot be committed.
     """
 
     __slots__ = (
@@ -116,7 +125,7 @@ class Plan:
     )
 
     def __init__(
-        self, owner: BlockAllocator | None, ident: int, seqs: List[Sequence], moves: tuple[Move, ...] = ()
+        self, owner: BlockAllocator | Origin | None, ident: int, seqs: List[Sequence], moves: tuple[Move, ...] = ()
     ) -> None:
         self._owner = owner
         self._phase = Phase.IN_FLIGHT
@@ -149,6 +158,14 @@ class Plan:
         """
         return None if self._owner is None else self._owner.num_blocks
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied, (type(self), self._contents())
+
+    def _contents(self) -> dict[str, Any]:
+        """The fields of a copy."""
+        origin = None if self._owner is None else Origin(self._owner.block_size, self._owner.num_blocks)
+        return {"_owner": origin, "_phase": self._phase, "id": self.id, "seqs": self.seqs, "moves": self.moves}
+
     def _saved(self) -> tuple[Phase, int, int, int]:
         return self._phase, len(self._held), len(self._held_host), len(self._seals)
 
@@ -169,14 +186,13 @@ class Step(Plan):
 
     __slots__ = (
         "_cohort",
+        "_copies",
         "_fills",
-        "_slot_source",
         "_slots",
+        "_source",
         "_table",
-        "_table_source",
         "base",
         "changed_rows",
-        "copies",
         "cu_seqlens_q",
         "max_seqlen_q",
         "num_tokens",
@@ -187,11 +203,10 @@ class Step(Plan):
     cu_seqlens_q: array[int]  # int32 [S+1]: row i computes tokens cu[i] .. cu[i+1]-1 of this step
     max_seqlen_q: int  # most tokens that one row computes
     num_tokens: int  # T, the new tokens of all rows
-    copies: Copies  # blocks to copy first; also in `moves`
     changed_rows: List[int]  # rows of block_table that differ from that of step number `base`
     base: int | None  # None: no earlier table to compare with, all rows are listed
 
-    def __init__(self, owner: BlockAllocator, ident: int, seqs: List[Sequence]) -> None:
+    def __init__(self, owner: BlockAllocator | Origin | None, ident: int, seqs: List[Sequence]) -> None:
         self._owner = owner
         self._phase = Phase.IN_FLIGHT
         self._held = []
@@ -204,24 +219,29 @@ class Step(Plan):
         self._fills: list[Fill] | None = None
         self._slots: array[int] | None = None
         self._table: memoryview | None = None
-        self._table_source: list[tuple[list[int], int]] = []  # of each row: blocks, of which so many are meant
-        self._slot_source: list[tuple[list[int], int, int, int]] | None = None
+        # Of each row: a copy of its blocks, of which those from one index up to another are written, and the positions.
+        self._source: list[tuple[list[int], int, int, int, int]] = []
         self.id = ident
         self.seqs = seqs
         self.moves = ()
-        self.copies = NO_COPIES
+        self._copies: Copies | None = None
+
+    @property
+    def copies(self) -> Copies:
+        """Blocks to copy before the step runs; also in `moves`."""
+        if self._copies is None:
+            self._copies = Copies(array("q"), array("q"))
+        return self._copies
 
     @property
     def block_table(self) -> memoryview:
         """int32 [S, W], rows contiguous; -1 where a row has no block. Made on first use for prompts. O(S*W)."""
         if self._table is None:
-            # Tables grow in place and change in no other way, so their leading entries are those of the step's time.
-            width = max([1, *(count for _, count in self._table_source)])
-            entries = array("i", [-1]) * (len(self._table_source) * width)
-            for i, (blocks, count) in enumerate(self._table_source):
-                row = array("i", blocks[:count])
-                entries[i * width : i * width + len(row)] = row
-            self._table, self._table_source = Table(entries, self.seqs, width).view, []
+            width = max([1, *(len(blocks) for blocks, *_ in self._source)])
+            entries = array("i", [-1]) * (len(self._source) * width)
+            for i, (blocks, *_) in enumerate(self._source):
+                entries[i * width : i * width + len(blocks)] = array("i", blocks)
+            self._table = Table(entries, self.seqs, width).view
         return self._table
 
     @property
@@ -233,9 +253,10 @@ class Step(Plan):
         """
         if self._slots is None:
             slots = array("q")
-            for blocks, size, start, end in self._slot_source or ():
-                append_slots(slots, blocks, size, start, end)
-            self._slots, self._slot_source = slots, None
+            size = self._owner.block_size if self._owner is not None else 1
+            for blocks, first, last, start, end in self._source:
+                append_slots(slots, blocks[first:last], size, start, end)
+            self._slots = slots
         return self._slots
 
     @property
@@ -248,8 +269,25 @@ class Step(Plan):
         """Elements from one row of `block_table` to the next: W."""
         return self.block_table.shape[1] if self.seqs else 0  # type: ignore[index]
 
+    def _contents(self) -> dict[str, Any]:
+        table = array("i", self.block_table.tobytes())  # an array can be pickled, a memoryview cannot
+        names = ("seq_lens", "cu_seqlens_q", "max_seqlen_q", "num_tokens", "changed_rows", "base")
+        buffers = {name: getattr(self, name) for name in names}
+        return {**super()._contents(), **buffers, "_copies": self.copies, "_slots": self.slot_mapping, "_table": table}
+
     def __repr__(self) -> str:
         return f"<Step {self.id} {self.state}: {self.num_seqs} sequences, {self.num_tokens} tokens, {self.copies}>"
+
+
+def _copied(kind: type[Plan], contents: dict[str, Any]) -> Plan:
+    """The plan or step that a pickle gives."""
+    plan = kind(contents["_owner"], contents["id"], contents["seqs"])
+    for name, value in contents.items():
+        setattr(plan, name, value)
+    if isinstance(plan, Step):
+        entries, rows = contents["_table"], contents["seqs"]
+        plan._table = Table(entries, rows, len(entries) // max(1, len(rows))).view
+    return plan
 
 
 def append_slots(slots: array[int], blocks: list[int], size: int, start: int, end: int) -> None:

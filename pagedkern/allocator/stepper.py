@@ -60,6 +60,8 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
             seq._length = row.end
         seq._pending += (step,)
     core.launch(step)
+    if replaced:
+        core.counts.moves(step, swap=False)
     _describe(core, step, growing > 0)
     if growing == len(seqs) and step.max_seqlen_q == 1 and not core.in_transaction and core.table is not None:
         Cohort.start(core, step, core.table)
@@ -168,9 +170,8 @@ def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]],
             core.seal(step, old, kept)
             src.append(old)
             dst.append(new)
-    core.counts["blocks_copied"] += len(src)
     if src:
-        step.copies = Copies(src, dst)
+        step._copies = Copies(src, dst)
         step.moves += (("copy", src, dst),)
 
 
@@ -180,7 +181,6 @@ def _describe(core: Core, step: Step, compares: bool) -> None:
     if len(rows) > len(step.seqs):
         rows = [row for row in rows if not row.rides]
     ends, starts, total, most = [], [0], 0, 0
-    tables: list[tuple[list[int], int]] = []
     for row in rows:
         count = row.end - row.start
         total += count
@@ -188,8 +188,6 @@ def _describe(core: Core, step: Step, compares: bool) -> None:
             most = count
         ends.append(row.end)
         starts.append(total)
-        blocks = row.seq._blocks
-        tables.append((blocks, len(blocks)))
     step.seq_lens, step.cu_seqlens_q = array("i", ends), array("i", starts)
     step.num_tokens, step.max_seqlen_q = total, most
     if compares:
@@ -199,13 +197,14 @@ def _describe(core: Core, step: Step, compares: bool) -> None:
         core.undo.append((setattr, (core, "table", core.table)))
         core.table = table
     else:
-        step._table_source = tables
+        step._source = [
+            (r.seq._blocks[:], max(r.start, r.seq._present) // size, -(-r.end // size), r.start, r.end) for r in rows
+        ]
         step.changed_rows, step.base = range(len(rows)), None
     if most > 1:
-        step._slot_source = [
-            (r.seq._blocks[max(r.start, r.seq._present) // size : -(-r.end // size)], size, r.start, r.end)
-            for r in rows
-        ]  # from the first block written to the last
+        if compares:  # the table is there: only what is written is of interest
+            spans = [(r, max(r.start, r.seq._present) // size, -(-r.end // size)) for r in rows]
+            step._source = [(r.seq._blocks[i:j], 0, j - i, r.start, r.end) for r, i, j in spans]
         return
     lasts = [(row.seq, row.end - 1) for row in rows]
     slots = [s._blocks[n // size] * size + n % size if n >= s._present else -1 for s, n in lasts]
@@ -225,6 +224,10 @@ def commit(core: Core, plan: Plan) -> None:
         seq = row.seq
         seq._pending = seq._pending[1:]
         seq._computed = max(seq._computed, row.end)
+        if seq._asked and row.end:
+            seq._asked = seq._found = 0
+            if seq._question:
+                core.counts.answer(seq)
         if seq._arriving:
             seq._arriving = core.awaits(seq)
         if seq._state is State.LIVE:
@@ -259,6 +262,7 @@ def abort(core: Core, plan: Plan) -> None:
             core.pool.expect(b, h)
     plan._phase = Phase.ABORTED
     core.land(plan)
+    core.counts.moves(plan, not isinstance(plan, Step), -1)
 
 
 def _take_back(core: Core, row: Row) -> None:

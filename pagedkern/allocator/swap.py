@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.pool import BlockPool
@@ -30,6 +29,7 @@ def swap_out(core: Core, seqs: list[Sequence]) -> Plan:
     for b, h in places.items():
         if core.pool.refs[b] and b not in core.pool.incoming:
             core.pool.twin(b, h)
+    core.counts.moves(plan, swap=True)
     return plan
 
 
@@ -47,6 +47,7 @@ def swap_in(core: Core, seqs: list[Sequence]) -> Plan:
     for h, b in places.items():
         if core.host.refs[h]:
             core.pool.twin(b, h)
+    core.counts.moves(plan, swap=True)
     return plan
 
 
@@ -86,7 +87,6 @@ def _plan(
             counted.add(b)
             if found[b] in target.arriving:
                 core.ride(target.arriving[found[b]], seq)
-    core.counts["blocks_swapped_out" if kind == "swap_out" else "blocks_swapped_in"] += len(missing)
     if missing:
         plan.moves = ((kind, array("q", missing), array("q", fresh)),)
         core.arrive(target, plan, fresh)
@@ -96,7 +96,7 @@ def _plan(
 def _change_place(core: Core, plan: Plan, seq: Sequence, blocks: list[int], state: State) -> None:
     """The sequence's blocks are elsewhere from now on; the old ones are fenced for the plan, which reads them."""
     row = Row(seq, 0, 0, seq._length, len(seq._blocks))
-    row.before = (seq._state, seq._blocks, seq._arriving)
+    row.before = (seq._state, tuple(seq._blocks), seq._arriving)  # forks of the sequence share it: nothing that changes
     core.give_up(seq, seq._blocks, plan)
     seq._blocks, seq._state, seq._dirty = blocks, state, True
     core.ride(plan, seq, row)
@@ -106,9 +106,8 @@ def unswap(core: Core, plan: Plan, row: Row) -> None:
     """A plan in flight is not carried out: the sequence is where it was."""
     seq = row.seq
     assert row.before is not None
-    state, table, arriving = row.before
-    moved: Iterable[int] = seq._blocks
-    now = core.pool_of(seq)
+    state, before, arriving = row.before
+    table, moved, now = list(before), seq._blocks, core.pool_of(seq)
     if state is State.SWAPPED:
         table = table[: core.num_blocks_for(seq._scheduled)]
     now.peer.retain([b for b in table if b >= 0])
@@ -117,4 +116,4 @@ def unswap(core: Core, plan: Plan, row: Row) -> None:
             core.pool.expect(b, h)
     seq._blocks, seq._state, seq._arriving, seq._dirty = table, state, arriving, True
     seq._private = len(table)
-    now.release(list(moved), seq._priority)
+    now.release(moved, seq._priority)
