@@ -135,12 +135,14 @@ def wrong(cell: Cell, facts: Facts) -> list[str]:
 
 def page(cells: Sequence[Cell], facts: Sequence[Sequence[Facts]], every: int) -> str:
     """The table as Markdown; `facts` has a sequence for each NVRTC, in the order of the cells."""
-    option = f" --every {every}" if every > 1 else ""
-    versions = ", ".join(dict.fromkeys(f.nvrtc for each in facts for f in each))
+    command = "python -m benchmarks.cupy_kernels" + (f" --every {every}" if every > 1 else "")
+    versions = list(dict.fromkeys(f.nvrtc for each in facts for f in each))
+    if len(versions) < len(nvrtc.PACKAGES):
+        command += f" --nvrtc {versions[0].partition('.')[0]}"
     lines = [
         "# What NVRTC makes of the CUDA kernels",
         "",
-        f"Written by `python -m benchmarks.cupy_kernels{option} --out docs/cupy_kernels.md` with NVRTC {versions}.",
+        f"Written by `{command} --out docs/cupy_kernels.md` with NVRTC {' and '.join(versions)}.",
         "Every kernel is the one that a launch with the default configuration compiles. Shared memory and threads are",
         "those of one block of threads; registers, stack and spills are what ptxas reports; copies are `cp.async` of",
         "16 bytes or `cp.async.bulk` instructions, products `mma.sync.m16n8k16`, both counted in the PTX. Where the",
