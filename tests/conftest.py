@@ -7,6 +7,7 @@ as FUZZ_EXAMPLES says (2,000 if unset).
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.together import Together
 
     return Together(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The compilers that made code for real GPUs, from the property "compiled by" of tests that have passed."""
+    passed = terminalreporter.stats.get("passed", [])
+    tests = Counter(value for report in passed for name, value in report.user_properties if name == "compiled by")
+    if tests:
+        named = ", ".join(f"{compiler} ({tests[compiler]} tests)" for compiler in sorted(tests))
+        terminalreporter.write_line(f"kernels for real GPUs were compiled by {named}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,11 +1,13 @@
 """CUDA sources to device code by NVRTC, kept on disk.
 
 NVRTC needs no header but the ones beside this file and the ABI's, which are handed to it in memory: neither a toolkit
-nor a compiler has to be installed, only the NVRTC library that CuPy finds (a wheel or a toolkit).
+nor a compiler has to be installed, only the NVRTC library that CuPy finds (a wheel or a toolkit). CuPy prefers one that
+the process has loaded already, of whatever CUDA version: as a rule torch's. Each version keeps files of its own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Mapping
 from functools import cache
@@ -91,7 +93,20 @@ def headers() -> tuple[tuple[str, str], ...]:
     return tuple((path.name, path.read_text()) for path in (*sorted(FOLDER.glob("*.cuh")), ABI_HEADER))
 
 
+@cache
 def _nvrtc() -> Any:
+    """CuPy's bindings, with the built-in functions of the NVRTC that CuPy found.
+
+    NVRTC 13.0 of PyPI does not find them beside itself, and whoever loaded it before CuPy may have left them out.
+    """
     from cupy_backends.cuda.libs import nvrtc
 
+    major, minor = nvrtc.getVersion()  # CuPy looks for the library only now
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+    except ImportError:  # CuPy 13 does without it, and takes the library that the loader finds
+        return nvrtc
+    builtins = Path(load_nvidia_dynamic_lib("nvrtc").abs_path).with_name(f"libnvrtc-builtins.so.{major}.{minor}")
+    if builtins.exists():
+        ctypes.CDLL(str(builtins))
     return nvrtc
