@@ -193,7 +193,7 @@ def test_long_runs(seed: int) -> None:
     for _ in range(150):
         run.act(rng.choice(KINDS[seed % 3]), rng.getrandbits(8), rng.getrandbits(8))
     run.finish()
-    assert engine.num_batches + len(run.named) > 40
+    assert engine.num_batches > 25
 
 
 @pytest.mark.parametrize("seed", range(35))
