@@ -62,6 +62,7 @@ class Engine:
         self.host: dict[int, int] = {}
         self.firsts: list[Request] = []  # in the order of their first tokens; n samples count once
         self.foreign: list[Sequence] = []  # sequences that are not the scheduler's
+        self.forked = False  # some share blocks that are not full: what writing there takes is not foreseen
         self.num_batches = 0
 
     def run(self, limit: int = 5000) -> None:
@@ -107,7 +108,7 @@ class Engine:
         for step in batch.steps:
             assert ids[: step.num_seqs] == sorted(ids[: step.num_seqs]), "not in the order of arrival"
             del ids[: step.num_seqs]
-        if admitted and len(self.scheduler.running) > 1:  # who is alone may take all
+        if admitted and not self.forked and len(self.scheduler.running) > 1:  # who is alone may take all
             prompts = [r for r in self.scheduler.running if r._prefilling]
             promised = sum(s.finish_reason is None for r in prompts for s in r.samples) - len(prompts)
             room = self.allocator.can_allocate(0, spare_blocks=promised)
@@ -189,6 +190,12 @@ class Engine:
         """Keep what is cached of a sample."""
         assert sample.seq is not None
         self.foreign.append(self.allocator.pin(sample.seq))
+
+    def fork(self, sample: Sample) -> None:
+        """What is not to be done: a sequence of the scheduler gets a foreign twin."""
+        assert sample.seq is not None
+        self.foreign += self.allocator.fork(sample.seq)
+        self.forked = True
 
     def let_go(self, index: int = -1) -> None:
         self.allocator.free(self.foreign.pop(index))

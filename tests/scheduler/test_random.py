@@ -78,9 +78,7 @@ class Run:
         elif kind == 11 and samples:
             engine.pin(samples[a % len(samples)])
         elif kind == 12 and samples:
-            seq = samples[a % len(samples)].seq
-            assert seq is not None
-            engine.foreign += engine.allocator.fork(seq)
+            engine.fork(samples[a % len(samples)])
         elif engine.foreign:
             engine.let_go(a % len(engine.foreign))
 
@@ -171,7 +169,11 @@ def test_any_arrivals(
     run.finish()
 
 
-KINDS = ((0, 0, 0, 0, 1, 2, 3, 4, 5, 6), (0, 0, 0, 1, 2, 3, 4, 5, 6, 6, 9, 10, 11, 12, 13, 13, 13))
+KINDS = (
+    (0, 0, 0, 0, 1, 2, 3, 4, 5, 6),
+    (0, 0, 0, 1, 2, 3, 4, 5, 6, 6, 9, 10, 11, 13, 13),
+    (0, 0, 0, 1, 2, 3, 4, 5, 6, 6, 9, 10, 11, 12, 13, 13, 13),
+)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -189,9 +191,9 @@ def test_long_runs(seed: int) -> None:
     )
     run = Run(engine)
     for _ in range(150):
-        run.act(rng.choice(KINDS[seed % 2]), rng.getrandbits(8), rng.getrandbits(8))
+        run.act(rng.choice(KINDS[seed % 3]), rng.getrandbits(8), rng.getrandbits(8))
     run.finish()
-    assert engine.num_batches > 40
+    assert engine.num_batches > 25
 
 
 @pytest.mark.parametrize("seed", range(35))
