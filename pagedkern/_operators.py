@@ -151,7 +151,7 @@ def _write_kv(
         block_size, 0, k.shape[0], 0, num_blocks * block_size, "write_kv",
     )  # fmt: skip
     call = WriteCall(
-        k, v, k_cache, v_cache, slot_mapping.long(), _scales("k_scale", k_scale, k_number, k_cache, debug),
+        k, v, k_cache, v_cache, _long(slot_mapping), _scales("k_scale", k_scale, k_number, k_cache, debug),
         _scales("v_scale", v_scale, v_number, v_cache, debug),
     )  # fmt: skip
     if debug:
@@ -164,7 +164,7 @@ def _copy_blocks(caches: list[Tensor], src_blocks: Tensor, dst_blocks: Tensor, b
         written(f"caches[{i}]", cache)
     problem = _problem(src_blocks.device.type, "", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, "copy_blocks")
     distinct = {(cache.data_ptr(), cache.shape, cache.stride()): cache for cache in caches}  # layers may share a cache
-    call = CopyCall(list(distinct.values()), src_blocks.long(), dst_blocks.long())
+    call = CopyCall(list(distinct.values()), _long(src_blocks), _long(dst_blocks))
     if debug:
         checked.check_copy(call)
     choose(problem, backend, "").implementation.copy_blocks(call)
@@ -209,10 +209,12 @@ def _fake_merge_states(
 def _scales(name: str, vector: Tensor | None, number: float, cache: Tensor, debug: bool) -> Tensor | None:
     """The scale of each KV head, float32 [G], for a quantized cache. Those of the caller are checked where it is
     cheap, and on a GPU, which it makes the host wait for, to debug."""
-    if vector is not None and (debug or vector.device.type == "cpu"):
-        checked.check_scale(name, vector)
-    if vector is not None or cache.dtype not in QUANTIZED:
+    if vector is not None:
+        if debug or vector.is_cpu:
+            checked.check_scale(name, vector)
         return vector
+    if cache.dtype not in QUANTIZED:
+        return None
     if cache.is_cuda and torch.cuda.is_current_stream_capturing():  # memory of a graph must not outlive it in the cache
         return torch.full((cache.shape[2],), number, dtype=torch.float32, device=cache.device)
     return _constant(cache.shape[2], number, cache.device)
@@ -221,6 +223,10 @@ def _scales(name: str, vector: Tensor | None, number: float, cache: Tensor, debu
 @lru_cache(maxsize=256)
 def _constant(length: int, number: float, device: torch.device) -> Tensor:
     return torch.full((length,), number, dtype=torch.float32, device=device)
+
+
+def _long(ids: Tensor) -> Tensor:
+    return ids if ids.dtype == torch.int64 else ids.long()
 
 
 def _refuse_overlap(name: str, written: Tensor, names: tuple[str, ...], others: tuple[Tensor, ...]) -> None:

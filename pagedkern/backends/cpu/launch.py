@@ -64,10 +64,10 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     n_groups, n_items, *_ = PLAN.get(neutral)(args, together, groups, items, neutral)
     size = read * (args.d + args.e) * call.k_cache.element_size()
     n_threads = max(1, min(threads(), n_items, size // WORTH_A_THREAD))
-    work, memory = _work(args, tg, groups, items, n_items, n_partial, n_threads)
+    work, counters, memory = _work(args, tg, groups, items, n_items, n_partial, n_threads)
     attend = ATTEND.get(tg)
     POOL.run(lambda: attend(args, work, tg), n_threads)
-    if memory[0][2]:  # the counter C_BAD
+    if counters[2]:  # C_BAD
         i, j, block = FIND_BAD_BLOCK.get(neutral)(args, neutral)
         if i < 0:
             raise BlockIndexError("block_table was written during the call, and held a block id out of range meanwhile")
@@ -75,7 +75,7 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
             f"block_table[{i}, {j}] is {block} (sequence {i}, tokens from {j * args.block_size}), "
             f"accepted is 0 to {args.blocks - 1}"
         )
-    del keep
+    del keep, memory
 
 
 def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
@@ -115,8 +115,8 @@ def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
 
 def _work(
     args: plan.Args, tg: TargetValue, groups: int, items: int, n_items: int, n_partial: int, n_threads: int
-) -> tuple[Work, list[Tensor]]:
-    """The scratch memory of a call, and the tensors that hold it, the counters first."""
+) -> tuple[Work, array[int], list[Tensor]]:
+    """The scratch memory of a call, its counters, and the tensors that hold the rest."""
     chunk, lanes = convert.chunk(tg.key), tg.key.lanes
     q_row, o_row = (2 if tg.key.dot else 4) * _ceil(args.d, chunk), 4 * _ceil(args.e, max(chunk, LINE // 4))
     per_kv = args.heads // args.kv_heads
@@ -142,29 +142,29 @@ def _work(
     del sizes["q"]  # begins at 0
     if not tg.key.dot:
         sizes["at_exact"] = sizes["at_l"]
-    counters = torch.zeros(plan.COUNTERS_SIZE // 8, dtype=torch.int64, device=CPU)
+    counters = array("q", bytes(plan.COUNTERS_SIZE))
     partials = torch.empty(n_partial * (HEAD + o_row) + LINE, dtype=torch.uint8, device=CPU)
     scratch = torch.empty(n_threads * at + LINE, dtype=torch.uint8, device=CPU)
     work = Work(
-        groups=groups, items=items, n_items=n_items, counters=counters.data_ptr(),
+        groups=groups, items=items, n_items=n_items, counters=_address(counters),
         partials=_ceil(partials.data_ptr(), LINE), scratch=_ceil(scratch.data_ptr(), LINE), scratch_size=at,
         chunk=chunk, lanes=lanes,
         lines=-(-max(args.d, args.e) * item // LINE), item=item,
         pairs=int(tg.key.dot), tables=int(tg.key.tables),
         q_row=q_row, o_row=o_row, **sizes,
     )  # fmt: skip
-    return work, [counters, partials, scratch]
+    return work, counters, [partials, scratch]
 
 
 def write_kv(call: WriteCall, isa: str = "native") -> None:
     """See `base.WriteCall`."""
     tg = target(_name(call.k_cache.dtype), isa)
     slots = _copy(call.slot_mapping)
-    counter = torch.zeros(1, dtype=torch.int64, device=CPU)
+    counter = array("q", [0])
     n, block_size = call.k_cache.shape[:2]
     args = store.Write(
         slots=slots.data_ptr(), tokens=slots.shape[0], kv_heads=call.k_cache.shape[2], blocks=n, block_size=block_size,
-        src_code=convert.CODES[_name(call.k.dtype)], counter=counter.data_ptr(),
+        src_code=convert.CODES[_name(call.k.dtype)], counter=_address(counter),
     )  # fmt: skip
     bad = FIND_BAD_SLOT.get(tg)(args, tg)
     if bad >= 0:
@@ -201,7 +201,8 @@ def copy_blocks(call: CopyCall) -> None:
     for cache in call.caches:
         run, rows, dims = layout = _block(cache.shape, cache.stride(), cache.element_size())
         layouts.append(layout)
-        records.extend((cache.data_ptr(), cache.stride(0) * cache.element_size(), run, rows, *_address(dims)))
+        block = cache.stride(0) * cache.element_size()
+        records.extend((cache.data_ptr(), block, run, rows, _address(dims), len(dims) // 2))
     written = set(dst)
     pairs = list(zip(src, dst, strict=True))
     waiting = [pair for pair in pairs if pair[0] in written]
@@ -235,8 +236,8 @@ def _copy_pairs(
     src, dst = (array("q", ids) for ids in zip(*pairs, strict=True))
     counter = array("q", [0])
     args = store.Copies(
-        records=_address(records)[0], caches=len(records) // FIELDS, src=_address(src)[0], dst=_address(dst)[0],
-        pairs=len(pairs), staged=staged, out=out, counter=_address(counter)[0],
+        records=_address(records), caches=len(records) // FIELDS, src=_address(src), dst=_address(dst),
+        pairs=len(pairs), staged=staged, out=out, counter=_address(counter),
     )  # fmt: skip
     tg = target("float32")
     copy = COPY.get(tg)
@@ -262,10 +263,9 @@ def _block(shape: Sequence[int], stride: Sequence[int], item: int) -> tuple[int,
     return run, rows, dims
 
 
-def _address(numbers: array[int]) -> tuple[int, int]:
-    """Where an array lies, and how many pairs of numbers it has."""
-    address, count = numbers.buffer_info()
-    return address, count // 2
+def _address(numbers: array[int]) -> int:
+    """Where an array lies, for as long as it is kept and does not grow."""
+    return numbers.buffer_info()[0]
 
 
 def merge_states(call: MergeCall) -> None:
@@ -277,7 +277,7 @@ def merge_states(call: MergeCall) -> None:
     size = width * call.out.element_size()
     args = states.Merge(
         out=call.out.data_ptr(), lse=call.lse.data_ptr(), rows=tokens * heads, heads=heads, width=width, bytes=size,
-        counter=_address(counter)[0],
+        counter=_address(counter),
     )  # fmt: skip
     tg = target(_name(call.out.dtype))
     merge = MERGE.get(tg)
