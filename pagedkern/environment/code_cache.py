@@ -21,11 +21,11 @@ MOST_FILES, MOST_DAYS = 400, 90.0  # of a folder; older sources, compilers and p
 IN_USE_DAYS = 1.0  # how often a file is marked as used
 LOCK_SECONDS = 60.0  # somebody else may be compiling the same
 LEFT_OVER_DAYS = 1 / 24  # after which a file that was being written, or a lock, is of a process that was killed
-MAGIC = b"pagedkern kept 1\n"
+MAGIC = b"pagedkern code 1\n"
 SUFFIX, LOCK = ".bin", ".lock"
 
 
-class Kept:
+class CodeCache:
     """The compiled code of one backend on disk."""
 
     def __init__(self, what: str, folder: Callable[[], Path | None], most_files: int = MOST_FILES) -> None:
