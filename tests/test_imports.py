@@ -166,6 +166,13 @@ def test_allocator_and_abi_need_the_standard_library_only() -> None:
     assert python(code, blocked=OPTIONAL).split() == ["6", "2"]
 
 
+def test_environment_needs_the_standard_library_only() -> None:
+    names = [name for name, _ in library_files() if part_of(name) == "environment"]
+    assert len(names) > 5
+    code = f"import {', '.join(names)}\nprint(pagedkern.environment.limits.threads() >= 1)"
+    assert python(code, blocked=OPTIONAL).split() == ["True"]
+
+
 @pytest.mark.parametrize("order", ["import pagedkern.backends", "import pagedkern.ops", "pass"])
 def test_backends_is_package_and_function(order: str) -> None:
     out = python(f"{order}\nimport pagedkern\nprint(pagedkern.backends()[0].name, pagedkern.backends.names()[0])")

@@ -15,7 +15,6 @@ SETTINGS = (  # that change what is compiled, for any target
     "DISABLE_INTEL_SVML", "USING_SVML", "LLVM_REFPRUNE_PASS", "LLVM_REFPRUNE_FLAGS", "ENABLE_PROFILING",
     "EXTEND_VARIABLE_LIFETIMES", "DEBUG_JIT", "DEBUG_NRT", "JIT_COVERAGE", "ENABLE_SYS_MONITORING",
 )  # fmt: skip
-PACKAGES = ("numba", "llvmlite", "numba-cuda")
 
 
 def refusal() -> str | None:
@@ -53,13 +52,14 @@ def key() -> str:
 
 @cache
 def _versions() -> tuple[str, ...]:
-    found = []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return tuple(found)
+    import llvmlite
+    import numba
+
+    try:
+        cuda = importlib.metadata.version("numba-cuda")
+    except importlib.metadata.PackageNotFoundError:
+        cuda = ""
+    return numba.__version__, llvmlite.__version__, cuda
 
 
 def _config() -> Any:

@@ -46,7 +46,7 @@ def acquire(file: int, seconds: float, grace: float) -> str | None:
         return notices.reason(error)
     attempt = _Attempt(own, seconds)
     if threads.start(threading.Thread(target=attempt.run, name="pagedkern-lock", daemon=True)):
-        tries = -1
+        tries = 1
         while not attempt.done.wait(grace):
             if attempt.tries == tries:
                 attempt.given_up = True
@@ -76,6 +76,8 @@ class _Attempt:
     def run(self) -> None:
         try:
             self.why = self._try()
+            if self.given_up:
+                release(self._file)
         finally:
             os.close(self._file)  # the caller's descriptor keeps the lock
             self.done.set()

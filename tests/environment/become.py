@@ -21,12 +21,13 @@ CLONE_NEWNS = 0x00020000
 
 def main() -> None:
     spec: dict[str, Any] = json.loads(sys.argv[1])
-    if spec.keys() & {"mounts", "read_only", "uid"}:
+    interpreter = Path(sys.base_prefix)
+    if spec.keys() & {"mounts", "read_only"} or ("uid" in spec and closed(interpreter)):
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
             raise OSError(ctypes.get_errno(), "unshare")
         mount("--make-rprivate", "/")
     if "uid" in spec:
-        let_enter(Path(sys.base_prefix))
+        let_enter(interpreter)
     for arguments in spec.get("mounts", ()):
         mount(*arguments)
     for path in spec.get("read_only", ()):
@@ -49,13 +50,17 @@ def mount(*arguments: str) -> None:
     subprocess.run(["mount", *arguments], check=True)
 
 
+def closed(folder: Path) -> Path | None:
+    """The outermost parent of a folder that not everybody may enter."""
+    return next((path for path in reversed(folder.parents) if not path.stat().st_mode & 0o001), None)
+
+
 def let_enter(folder: Path) -> None:
     """Let everybody enter a folder: the interpreter may lie in the home of root."""
-    closed = [path for path in folder.parents if not path.stat().st_mode & 0o001]
-    if closed:
+    if (parent := closed(folder)) is not None:
         shown = "/mnt"  # any folder will do
         mount("--bind", str(folder), shown)
-        mount("-t", "tmpfs", "-o", "mode=755", "none", str(closed[-1]))
+        mount("-t", "tmpfs", "-o", "mode=755", "none", str(parent))
         folder.mkdir(parents=True)
         mount("--bind", shown, str(folder))
 

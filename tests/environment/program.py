@@ -78,7 +78,7 @@ def compiled() -> list[str]:
     return [each.__name__ for each in dispatchers if sum(each.stats.cache_misses.values())]
 
 
-class Heard(logging.Handler):
+class Listener(logging.Handler):
     """Every warning but the notes that something is compiled, which come or not as the clock wants."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Heard(logging.Handler):
 
 
 def main() -> None:
-    heard = Heard()
+    heard = Listener()
     logging.getLogger().addHandler(heard)
     torch.set_num_threads(2)
     problem = torch.load(Path(sys.argv[1]) / "problem.pt", weights_only=True)

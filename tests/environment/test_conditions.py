@@ -164,7 +164,7 @@ DAMAGES = {
     "empty": lambda content: b"",
     "cut": lambda content: content[: len(content) // 2],
     "garbage": lambda content: b"\x80\x05garbage" * 99,
-    "another-version": lambda content: content.replace(b"0.6", b"0.5").replace(b"kept 1", b"kept 0"),
+    "another-version": lambda content: content.replace(b"0.6", b"0.5").replace(b"code 1", b"code 0"),
 }
 
 

@@ -17,7 +17,7 @@ from numba.core import compiler as numba_compiler
 from numba.core import serialize
 
 from pagedkern.environment import compiler, folders
-from pagedkern.environment.kept import Kept
+from pagedkern.environment.code_cache import CodeCache
 
 
 def folder() -> Path | None:
@@ -28,7 +28,7 @@ def folder() -> Path | None:
 rebuild: Any = numba_compiler.CompileResult._rebuild  # Numba has no type hints for these
 dumps: Any = serialize.dumps
 
-KEPT = Kept("compiled CPU kernels", folder)
+CODE_CACHE = CodeCache("compiled CPU kernels", folder)
 
 
 class KernelCache:
@@ -37,7 +37,7 @@ class KernelCache:
     def __init__(self, function: Any, codegen: Any, sources: str) -> None:
         """`codegen` returns Numba's code generator; `sources` is a digest of all that the kernel is made from."""
         self._stem = function.__name__
-        self._of = f"{function.__module__}.{function.__qualname__} {sources}"
+        self._made_of = f"{function.__module__}.{function.__qualname__} {sources}"
         self._codegen = codegen
         self._enabled = True
         self._missing: set[str] = set()  # names of overloads that were not on disk
@@ -46,12 +46,12 @@ class KernelCache:
     def name(self, signature: Any) -> str:
         """The file of an overload: its name stands for the kernel, its sources and signature, the processor, features
         and settings that Numba compiles for, and versions."""
-        key = f"{self._of} {signature!r} {self._codegen().magic_tuple()!r} {compiler.key()}"
-        return KEPT.name(self._stem, key)
+        key = f"{self._made_of} {signature!r} {self._codegen().magic_tuple()!r} {compiler.key()}"
+        return CODE_CACHE.name(self._stem, key)
 
     def turn(self, signature: Any) -> AbstractContextManager[None]:
         """Exclude other processes while they or this one compile an overload, if it is not on disk."""
-        return KEPT.turn(self.name(signature))
+        return CODE_CACHE.turn(self.name(signature))
 
     def was_missing(self, signature: Any) -> bool:
         """Whether this process has looked for an overload and had to compile it."""
@@ -70,12 +70,12 @@ class KernelCache:
         """The overload, or None if it has to be compiled."""
         target_context.refresh()
         name = self.name(signature)
-        content = KEPT.load(name) if self._enabled else None
+        content = CODE_CACHE.load(name) if self._enabled else None
         if content is not None:
             try:
                 return rebuild(target_context, *pickle.loads(content))
             except Exception as error:  # it was written by a Numba that calls itself the same and is another
-                KEPT.damaged(name, f"{type(error).__name__}: {error}")
+                CODE_CACHE.damaged(name, f"{type(error).__name__}: {error}")
         self._missing.add(name)
         return None
 
@@ -83,7 +83,7 @@ class KernelCache:
         if result.lifted or result.library.has_dynamic_globals:  # of no use to another process
             return
         name = self.name(signature)
-        if self._enabled and KEPT.save(name, dumps(result._reduce())):
+        if self._enabled and CODE_CACHE.save(name, dumps(result._reduce())):
             self._kept.add(name)
 
     def enable(self) -> None:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import pagedkern.abi
 from pagedkern.environment import folders
-from pagedkern.environment.kept import Kept
+from pagedkern.environment.code_cache import CodeCache
 
 log = logging.getLogger("pagedkern")
 FOLDER = Path(__file__).parent
 ABI_HEADER = Path(pagedkern.abi.__file__).parent / "pagedkern_abi.h"
-KEPT = Kept("compiled CuPy kernels", lambda: folders.compiled_folder("cupy"))
+CODE_CACHE = CodeCache("compiled CuPy kernels", lambda: folders.compiled_folder("cupy"))
 
 
 def compiled(file: str, macros: Mapping[str, str], capability: int) -> bytes:
@@ -32,13 +32,13 @@ def compiled(file: str, macros: Mapping[str, str], capability: int) -> bytes:
     nvrtc = _nvrtc()
     options = options_for(macros, capability, tuple(nvrtc.getSupportedArchs()))
     parts = [file, *options, str(version()), *(text for _, text in headers()), source(file)]
-    name = KEPT.name(Path(file).stem, "\0".join(parts))
-    code = KEPT.load(name)
+    name = CODE_CACHE.name(Path(file).stem, "\0".join(parts))
+    code = CODE_CACHE.load(name)
     if code is None:
         made = build(file, options)
         if made.messages:
             log.warning("pagedkern: %s: %s", file, made.messages)
-        KEPT.save(name, code := made.code)
+        CODE_CACHE.save(name, code := made.code)
     return code
 
 

@@ -15,7 +15,7 @@ from numba.cuda.serialize import dumps
 
 from pagedkern.backends.numba_cuda.device import SOURCES
 from pagedkern.environment import compiler, folders
-from pagedkern.environment.kept import Kept
+from pagedkern.environment.code_cache import CodeCache
 
 
 def folder() -> Path | None:
@@ -23,7 +23,7 @@ def folder() -> Path | None:
     return folders.compiled_folder("numba_cuda", compiler.cache_folder())
 
 
-KEPT = Kept("compiled Numba CUDA kernels", folder)
+CODE_CACHE = CodeCache("compiled Numba CUDA kernels", folder)
 
 
 class KernelCache:
@@ -32,11 +32,11 @@ class KernelCache:
     def __init__(self, function: Any, made_for: object, options: object) -> None:
         """`made_for`: all that a function was made for, beside the sources; `options` those of `cuda.jit`."""
         self._stem = function.__name__
-        self._of = f"{function.__module__}.{function.__qualname__} {SOURCES} {made_for!r} {options!r}"
+        self._made_of = f"{function.__module__}.{function.__qualname__} {SOURCES} {made_for!r} {options!r}"
 
     def name(self, signature: Any, codegen: Any) -> str:
         """The file of a kernel: its name stands for all that it depends on."""
-        return KEPT.name(self._stem, f"{self._of} {signature!r} {codegen.magic_tuple()!r} {compiler.key()}")
+        return CODE_CACHE.name(self._stem, f"{self._made_of} {signature!r} {codegen.magic_tuple()!r} {compiler.key()}")
 
     @property
     def cache_path(self) -> str | None:
@@ -48,15 +48,15 @@ class KernelCache:
         with utils.numba_target_override():
             target_context.refresh()
             name = self.name(signature, target_context.codegen())
-            content = KEPT.load(name)
+            content = CODE_CACHE.load(name)
             if content is None:
                 return None
             try:
                 return _Kernel._rebuild(**pickle.loads(content))
             except Exception as error:  # it was written by a Numba that calls itself the same and is another
-                KEPT.damaged(name, f"{type(error).__name__}: {error}")
+                CODE_CACHE.damaged(name, f"{type(error).__name__}: {error}")
                 return None
 
     def save_overload(self, signature: Any, kernel: Any) -> None:
         if not getattr(kernel, "launch_config_sensitive", False):  # else it is right for one grid only
-            KEPT.save(self.name(signature, kernel.codegen), dumps(kernel._reduce_states()))
+            CODE_CACHE.save(self.name(signature, kernel.codegen), dumps(kernel._reduce_states()))

@@ -181,7 +181,7 @@ def test_no_more_threads() -> None:
     code = """
 import logging, resource
 logging.getLogger("pagedkern").addHandler(heard := logging.Handler())
-heard.emit = lambda record: print(record.getMessage())
+heard.emit = lambda record: "compil" in record.getMessage() or print(record.getMessage())
 torch.set_num_threads(2)
 want = attend(call).out
 os.setuid(54321)
@@ -204,6 +204,21 @@ os._exit(0)
     refused = "no more threads can be started (see ulimit -u): computing with {} of 4 threads"
     assert in_child.splitlines() == [refused.format(1), "0", "0"]
     assert [each.splitlines() for each in in_parent] == [[refused.format(2), "1", "1", "3"]]
+
+
+def test_no_memory_for_the_stack_of_a_thread() -> None:
+    """`ulimit -v`: the address space is nearly used up."""
+    code = """
+import re, resource
+torch.set_num_threads(2)
+want = attend(call).out
+size = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (size + (4 << 20), resource.RLIM_INFINITY))
+torch.set_num_threads(12)
+assert torch.equal(attend(call).out, want)
+print(helpers())
+"""
+    assert 1 <= int(run(code, NUMBA_NUM_THREADS="16")) < 11  # stacks of threads that ended are used again
 
 
 @pytest.mark.parametrize("seed", range(5))

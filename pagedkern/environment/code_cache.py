@@ -21,11 +21,11 @@ MOST_FILES, MOST_DAYS = 400, 90.0  # of a folder; older sources, compilers and p
 IN_USE_DAYS = 1.0  # how often a file is marked as used
 LOCK_SECONDS = 60.0  # somebody else may be compiling the same
 LEFT_OVER_DAYS = 1 / 24  # after which a file that was being written, or a lock, is of a process that was killed
-MAGIC = b"pagedkern kept 1\n"
+MAGIC = b"pagedkern code 1\n"
 SUFFIX, LOCK = ".bin", ".lock"
 
 
-class Kept:
+class CodeCache:
     """The compiled code of one backend on disk."""
 
     def __init__(self, what: str, folder: Callable[[], Path | None], most_files: int = MOST_FILES) -> None:
@@ -55,7 +55,6 @@ class Kept:
     def _read(self, folder: int, name: str) -> bytes | None:
         try:
             content = trusted.read(folder, name, MOST_BYTES)
-            _mark_used(folder, name)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -65,6 +64,8 @@ class Kept:
         if content[:start] != MAGIC + _digest(name, content[start:]):
             self.damaged(name, "it was cut off or damaged, or another version wrote it")
             return None
+        with suppress(OSError):  # it is somebody else's, or on a disk that is only read
+            _mark_used(folder, name)
         return content[start:]
 
     def save(self, name: str, code: bytes) -> bool:
@@ -76,7 +77,8 @@ class Kept:
         try:
             with trusted.opened(folder, make=True) as opened:
                 trusted.write(opened, name, MAGIC + _digest(name, code) + code)
-                _tidy(opened, self._most_files)
+                with suppress(OSError):  # what cannot be removed stays
+                    _tidy(opened, self._most_files)
         except OSError as error:
             self.warn(f"cannot be kept in {folder}: {notices.reason(error)}")
             return False
@@ -132,8 +134,7 @@ def _exists(folder: int, name: str) -> bool:
 def _mark_used(folder: int, name: str) -> None:
     """Set a file's time of change, by which the oldest are found, unless it was set not long ago."""
     if _days(folder, name) > IN_USE_DAYS:
-        with suppress(OSError):  # of somebody else, or on a disk that is only read
-            os.utime(name, dir_fd=folder)
+        os.utime(name, dir_fd=folder)
 
 
 def _days(folder: int, name: str) -> float:

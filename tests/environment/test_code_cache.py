@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from pagedkern.environment import kept
-from pagedkern.environment.kept import Kept
+from pagedkern.environment import code_cache
+from pagedkern.environment.code_cache import CodeCache
 
 CODE = bytes(range(256)) * 40
 
@@ -27,12 +27,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(folder: Path) -> Kept:
-    return Kept("compiled kernels of a test", lambda: folder)
+def store(folder: Path) -> CodeCache:
+    return CodeCache("compiled kernels of a test", lambda: folder)
 
 
 @pytest.fixture
-def name(store: Kept) -> str:
+def name(store: CodeCache) -> str:
     """The name of something that is kept."""
     name = store.name("kernel", "key")
     assert store.save(name, CODE)
@@ -43,7 +43,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_kept_and_found_again(store: Kept, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_kept_and_found_again(store: CodeCache, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = store.name("kernel", "a key"), store.name("kernel", "another key")
     assert first != second
     assert store.load(first) is None
@@ -78,9 +78,9 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "cut": cut,
     "longer": lengthen,
     "garbage": lambda path: path.write_bytes(b"\x80\x04garbage") and None,
-    "another-version": lambda path: path.write_bytes(path.read_bytes().replace(b"kept 1", b"kept 2")) and None,
+    "another-version": lambda path: path.write_bytes(path.read_bytes().replace(b"code 1", b"code 2")) and None,
     "of-another-name": lambda path: shutil.copy(next(path.parent.glob("other*")), path) and None,
-    "too-long": lambda path: os.truncate(path, kept.MOST_BYTES + 1),
+    "too-long": lambda path: os.truncate(path, code_cache.MOST_BYTES + 1),
     "a-folder": in_place(Path.mkdir),
     "a-pipe": in_place(os.mkfifo),
     "a-link": in_place(lambda path: path.symlink_to(next(path.parent.glob("other*")))),
@@ -90,7 +90,9 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file(damage: str, store: Kept, name: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file(
+    damage: str, store: CodeCache, name: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Is said once, with its path, and made good by the next that is kept."""
     store.save(store.name("other", "x"), b"code of something else")
     DAMAGES[damage](folder / name)
@@ -108,7 +110,7 @@ def test_a_damaged_file(damage: str, store: Kept, name: str, folder: Path, caplo
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_damage(seed: int, store: Kept, name: str, folder: Path) -> None:
+def test_random_damage(seed: int, store: CodeCache, name: str, folder: Path) -> None:
     """Whatever bytes are cut off, added, swapped or overwritten: what is loaded is what was kept, or nothing."""
     rng = random.Random(seed)
     path = folder / name
@@ -131,7 +133,7 @@ def test_a_folder_that_cannot_be_used(what: str, tmp_path: Path, caplog: pytest.
     (tmp_path / "shared").chmod(0o777)
     folder = None if what == "none" else tmp_path / ("file/cache" if what == "below-a-file" else what) / "cpu"
     before = sorted(tmp_path.rglob("*"))
-    store = Kept("compiled kernels of a test", lambda: folder)
+    store = CodeCache("compiled kernels of a test", lambda: folder)
     name = store.name("kernel", "key")
     for _ in range(2):
         with store.turn(name):
@@ -143,7 +145,9 @@ def test_a_folder_that_cannot_be_used(what: str, tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else for a moment")
-def test_a_folder_that_only_root_enters(store: Kept, name: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_only_root_enters(
+    store: CodeCache, name: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     os.seteuid(54321)
     try:
         assert store.load(name) is None
@@ -155,7 +159,9 @@ def test_a_folder_that_only_root_enters(store: Kept, name: str, folder: Path, ca
     assert store.load(name) == CODE
 
 
-def test_a_folder_that_goes_in_between(store: Kept, name: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_goes_in_between(
+    store: CodeCache, name: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with store.turn(other := store.name("kernel", "other")):
         shutil.rmtree(folder.parent)
         assert store.load(name) is None
@@ -165,7 +171,7 @@ def test_a_folder_that_goes_in_between(store: Kept, name: str, folder: Path, cap
 
 
 def test_a_disk_that_is_full(
-    store: Kept, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: CodeCache, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or only read, or over its quota: what is there stays, nothing is left behind."""
     real, written = os.write, 0
@@ -184,7 +190,7 @@ def test_a_disk_that_is_full(
     assert "Disk quota exceeded" in warnings(caplog)[0]
 
 
-def test_no_number_is_left_for_another_file(store: Kept, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_number_is_left_for_another_file(store: CodeCache, name: str, caplog: pytest.LogCaptureFixture) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
     try:
@@ -198,7 +204,7 @@ def test_no_number_is_left_for_another_file(store: Kept, name: str, caplog: pyte
     assert store.load(name) == CODE
 
 
-def test_what_nobody_uses_goes(store: Kept, name: str, folder: Path) -> None:
+def test_what_nobody_uses_goes(store: CodeCache, name: str, folder: Path) -> None:
     """Of files that are as old only those stay that were used; so do others' that are younger."""
 
     def age(path: Path, days: float) -> None:
@@ -209,7 +215,7 @@ def test_what_nobody_uses_goes(store: Kept, name: str, folder: Path) -> None:
     for each in (used, *(store.name("old", str(i)) for i in range(3))):
         store.save(each, CODE)
     for each in folder.iterdir():
-        age(each, kept.MOST_DAYS + 1)
+        age(each, code_cache.MOST_DAYS + 1)
     assert store.load(used) == CODE
     for left in (f".{name}.123.abcd", f"{name}.lock", "a file of somebody else"):
         (folder / left).write_bytes(b"")
@@ -217,7 +223,7 @@ def test_what_nobody_uses_goes(store: Kept, name: str, folder: Path) -> None:
     (folder / f".{name}.124.abcd").write_bytes(b"of a process that writes it now")
     store.save(name, CODE)
     assert {p.name for p in folder.iterdir()} == {name, used, f".{name}.124.abcd", "a file of somebody else"}
-    store = Kept("compiled kernels of a test", lambda: folder, most_files=5)
+    store = CodeCache("compiled kernels of a test", lambda: folder, most_files=5)
     names = [store.name("many", str(i)) for i in range(9)]
     for i, each in enumerate(names):
         store.save(each, CODE)
@@ -229,9 +235,9 @@ def test_what_nobody_uses_goes(store: Kept, name: str, folder: Path) -> None:
 WORKER = """
 import sys, time
 from pathlib import Path
-from pagedkern.environment import kept
-from pagedkern.environment.kept import Kept
-store = Kept("compiled kernels", lambda: Path(sys.argv[1]))
+from pagedkern.environment import code_cache
+from pagedkern.environment.code_cache import CodeCache
+store = CodeCache("compiled kernels", lambda: Path(sys.argv[1]))
 made = 0
 for i in range(20):
     name = store.name("kernel", str(i))
