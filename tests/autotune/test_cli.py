@@ -18,9 +18,9 @@ import pagedkern
 from pagedkern.autotune import store
 from pagedkern.autotune.cli import main
 from pagedkern.autotune.log import Log
+from pagedkern.autotune.runs import Order, tune
 from pagedkern.autotune.space import Space, workloads
 from pagedkern.autotune.store import device
-from pagedkern.autotune.tune import Order, tune
 
 SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seqs", "2", "--context", "100", "--prompt", "40"]
 SHAPE += ["--dtype", "float32"]

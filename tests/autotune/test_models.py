@@ -21,10 +21,10 @@ from pagedkern.autotune.measure import Bench
 from pagedkern.autotune.profile import Shape, distil
 from pagedkern.autotune.recommend import find
 from pagedkern.autotune.report.serving import show_served
+from pagedkern.autotune.runs import Order, Run, serve, tune
 from pagedkern.autotune.space import BLOCK_SIZES, Space, Workload, candidates, problems_of
 from pagedkern.autotune.store import device
 from pagedkern.autotune.store import profiles as stored
-from pagedkern.autotune.tune import Order, Run, serve, tune
 from pagedkern.autotune.workloads import Model, Quantiles, Traffic, causal_pairs, model
 from pagedkern.backends.base import ITEMSIZE
 from tests.autotune.recordings import recording

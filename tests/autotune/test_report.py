@@ -13,9 +13,9 @@ from pagedkern.autotune import store
 from pagedkern.autotune.decision import decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.report import document, progress, terminal
+from pagedkern.autotune.runs import Outcome, Run
 from pagedkern.autotune.space import Candidate, Space, Workload, workloads
 from pagedkern.autotune.store import Tuned
-from pagedkern.autotune.tune import Outcome, Run
 from pagedkern.backends.base import Problem
 
 LONG = '{"num_stages": 3, "num_warps": 8, "span": 2048, "tile": 128}'
