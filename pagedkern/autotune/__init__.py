@@ -1,14 +1,14 @@
-"""The autotuner: `python -m pagedkern.autotune` or `tune` measures, `store.lookup` is what the kernels read at run time.
+"""The autotuner: `python -m pagedkern.autotune` or `tune` measures, `store.lookup` is what kernels read at run time.
 
 Where things are:
 
 - what is measured: `space` (problems and candidates), `workloads` (what is served, and models), `hostile`;
 - how: `measure` (tensors, check, clock), `runner` (what a search sees of them), `isolate`, `process`, `compiling` and
-`worker` (the same in processes of their own), `search` (which candidate runs next), `log` and `records` (what came of it);
+`worker` (the same in processes of their own), `search` (which candidate runs next), `log` and `records` (its results);
 - what it supports: `decision` (kernels), `rating` and `profile` (rates), `objective`, `advice` and `scheduling` (block
 size, limits of a scheduler), `recommend`, `replay`;
-- `store`: what is kept, for which device and code. `report`: how it is shown. `runs`: one run from end to end, `api`: the
-same as a call, `cli`: as commands.
+- `store`: what is kept, for which device and code. `report`: how it is shown. `runs`: one run from end to end, `api`:
+the same as a call, `cli`: as commands.
 """
 
 from __future__ import annotations

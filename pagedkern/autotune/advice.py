@@ -1,8 +1,8 @@
 """Which block size to take: the usual one, unless another is proven to give more tokens per second.
 
 Scores are compared by their error bars, see `rating`. A block size is better than another if its lowest tokens per
-second are at least `MARGIN` times the highest of the other: about gains below that, formula and simulation do not always
-agree. Of those that are better than the usual one the smallest is taken that nothing beats.
+second are at least `MARGIN` times the highest of the other: about gains below that, formula and simulation do not
+always agree. Of those that are better than the usual one the smallest is taken that nothing beats.
 """
 
 from __future__ import annotations

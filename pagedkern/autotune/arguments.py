@@ -1,4 +1,4 @@
-"""Arguments of `tune` and of the command line, checked: each error names the argument, what came, and what is expected."""
+"""Arguments of `tune` and of the command line: each error names the argument, what came, and what is expected."""
 
 from __future__ import annotations
 

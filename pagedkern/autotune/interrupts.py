@@ -1,8 +1,8 @@
 """Signals that ask a run to end: Ctrl-C, SIGTERM (as service managers send) and SIGHUP (of a terminal that is closed).
 
 The first one ends the measurements by an exception; at any other time it waits until there are measurements again, or
-all is stored. A second one is not kept waiting. Handlers are set in the main thread alone, and only where a signal would end the process
-or raise KeyboardInterrupt: what a program ignores or handles by itself stays as it is.
+all is stored. A second one is not kept waiting. Handlers are set in the main thread alone, and only where a signal
+would end the process or raise KeyboardInterrupt: what a program ignores or handles by itself stays as it is.
 """
 
 from __future__ import annotations

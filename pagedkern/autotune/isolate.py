@@ -2,9 +2,9 @@
 
 One worker serves all candidates of a problem, so that they are timed in the same process on the same tensors. When it
 is lost it is started anew, and the candidate that did it, with its configuration at other block sizes, is quarantined;
-after `MOST_LOSSES` its whole backend is. A worker that somebody else kills, as a system does that is short of memory, is
-nobody's fault: what it was asked is asked again, once. A worker that cannot be started, or is killed again and again,
-ends the measurements of the problem: see `RunnerFailed`.
+after `MOST_LOSSES` its whole backend is. A worker that somebody else kills, as a system does that is short of memory,
+is nobody's fault: what it was asked is asked again, once. A worker that cannot be started, or is killed again and
+again, ends the measurements of the problem: see `RunnerFailed`.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Workers:
             process.end()
 
     def ask(self, message: tuple[Any, ...], limit: float, most: float = math.inf) -> Answer:
-        """Ask the worker, which is started if there is none. It is ended if it takes more than `limit` seconds ("lost"),
-        or `most`, if that is less ("late")."""
+        """Ask the worker, which is started if there is none. It is ended if it takes more than `limit` seconds
+        ("lost"), or `most`, if that is less ("late")."""
         try:
             if self._process is None:
                 self._process = Process(self._command)

@@ -1,9 +1,9 @@
 """The tensors of a workload, the check that a candidate computes it, and the clock.
 
-Each block size is laid out when it is asked for. What is checked is hostile: unused slots and one unused block hold NaN,
-unused table entries hold garbage, the output is NaN before the check. The truth is attention in float64, computed from
-the formula. Before that, a candidate must compute the small problem of `hostile`. What is timed has the same lengths and
-strides, on K and V that are not in the processor's cache: see `Pool`.
+Each block size is laid out when it is asked for. What is checked is hostile: unused slots and one unused block hold
+NaN, unused table entries hold garbage, the output is NaN before the check. The truth is attention in float64, computed
+from the formula. Before that, a candidate must compute the small problem of `hostile`. What is timed has the same
+lengths and strides, on K and V that are not in the processor's cache: see `Pool`.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Bench:
         """Run a candidate on the hostile and on the whole problem. None if it is right, else what is wrong."""
         self._out.fill_(math.nan)
         try:
+            self.lay_out(candidate.block_size)
             hostile = self._hostile[candidate.block_size]
             hostile.out.fill_(math.nan)
             self._launch_hostile(candidate, hostile)
@@ -172,8 +173,8 @@ class Bench:
         first = 0
         for i, (length, count) in enumerate(zip(w.seq_lens, counts, strict=True)):
             table[i, :count] = ids[first : first + count]
-            for tokens, cache in zip((self._k, self._v), caches, strict=True):
-                scatter(tokens[i, :length], cache, ids[first : first + count])
+            for tokens, into in zip((self._k, self._v), caches, strict=True):
+                scatter(tokens[i, :length], into, ids[first : first + count])
             first += count
         return caches[0], caches[1], table
 

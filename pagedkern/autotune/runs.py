@@ -1,8 +1,9 @@
 """One run from end to end: for each problem measure, decide, store; then predict what each block size gives.
 
 The budget is wall time from the beginning of the run. Each problem has an equal share of what is left when its turn
-comes; what one leaves the next one has, and the usual block size of one is decided before the next one begins. Whatever ends a run early (Ctrl-C, a signal, a worker that cannot be kept
-alive), what was decided is stored, and the journal holds the rest.
+comes; what one leaves the next one has, and the usual block size of one is decided before the next one begins. Whatever
+ends a run early (Ctrl-C, a signal, a worker that cannot be kept alive), what was decided is stored, and the journal
+holds the rest.
 """
 
 from __future__ import annotations

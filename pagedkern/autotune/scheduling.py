@@ -5,8 +5,8 @@ more of either gives no more tokens per second: the advice is the least that giv
 formula is that of `objective`, with two things that it takes for granted put in:
 
 - With at most M sequences the residents are `min(M, what fits)`, in the mean.
-- With K tokens a step, D of which are those that decode, a prompt of which p tokens are to be computed takes p / (K - D)
-  steps instead of one, in which its request holds memory and gives no token. So requests end at the rate
+- With K tokens a step, D of which are those that decode, a prompt with p tokens to be computed takes p / (K - D) steps
+  instead of one, in which its request holds memory and gives no token. So requests end at the rate
 
       r = min(G / (o - 1 + mean(max(1, p / (K - D)))), (K - D) / mean(p))    with D = n r (o - 1)
 

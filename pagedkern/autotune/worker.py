@@ -1,8 +1,8 @@
 """The process that candidates run in: `python -m pagedkern.autotune.worker`, started by `isolate`.
 
 Reads commands from its standard input and writes replies to what was its standard output, each a pickled tuple behind
-its length. It ends with its parent, ignores Ctrl-C and what else asks a run to end (that is the parent's to answer), and
-candidates may allocate only so much more than the tensors of the problem took.
+its length. It ends with its parent, ignores Ctrl-C and what else asks a run to end (that is the parent's to answer).
+Candidates may allocate only so much more than the tensors of the problem took.
 """
 
 from __future__ import annotations

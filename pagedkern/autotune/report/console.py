@@ -31,7 +31,7 @@ PLAIN = {
     "≤": "<=",
     "≥": ">=",
 }
-PADDING = 2  # between the columns of a table
+GAPS, EDGES = (3, 2), 2  # characters between the columns of a table, the narrower where it is needed; at both ends
 NARROWEST = 12  # characters to which a column that folds is narrowed
 
 
@@ -80,9 +80,18 @@ def _spelled(character: str, encoding: str) -> str:
 
 def console(error: bool = False) -> Console:
     """A console on standard output, or on standard error."""
+    return console_on(sys.stderr if error else sys.stdout)
+
+
+def console_on(stream: IO[str] | None, **options: Any) -> Console:
+    """A console on any stream. A pipe that breaks raises BrokenPipeError, where rich would end the process."""
     from rich.console import Console
 
-    return Console(file=Output(sys.stderr if error else sys.stdout))  # type: ignore[arg-type]
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Quiet(file=Output(stream), **options)  # type: ignore[arg-type]
 
 
 def write(text: str) -> None:
@@ -170,10 +179,11 @@ def show_table(out: Console, columns: Sequence[Column], rows: Sequence[Row]) -> 
 
     wide = [max(map(cell_len, [column.name, *(row.cells[i] for row in rows)])) for i, column in enumerate(columns)]
     least = [min(w, NARROWEST) if column.folds else w for w, column in zip(wide, columns, strict=True)]
-    if sum(least) + PADDING * len(columns) > out.width:
+    gap = next((gap for gap in GAPS if sum(least) + gap * (len(columns) - 1) + EDGES <= out.width), None)
+    if gap is None:
         _show_list(out, columns, rows)
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if gap == 3 else 0, 0, 1))
     for column, narrowest in zip(columns, least, strict=True):
         options: dict[str, Any] = {"overflow": "fold", "min_width": narrowest} if column.folds else {"no_wrap": True}
         table.add_column(Text(column.name), justify="right" if column.right else "left", **options)

@@ -1,4 +1,4 @@
-"""Which of several machines says most about this one: itself, then itself with other threads, then the one most like it.
+"""Which of several machines says most about this one: itself, itself with other threads, then the one most like it.
 
 A process may be given fewer threads than the one that tuned (`OMP_NUM_THREADS`, `taskset`, a container's quota). It
 runs on the same processor all the same, and what was measured there counts before anything of another machine.
