@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pagedkern.backends as registry
+from pagedkern.autotune import process
 from pagedkern.autotune.compiling import Compilers
-from pagedkern.autotune.process import COMMAND, CannotStart, Ended, Process
+from pagedkern.autotune.process import CannotStart, Ended, Process
 from pagedkern.autotune.runner import CandidateLost, OutOfTime, RunnerFailed
 from pagedkern.autotune.space import Candidate, Space
 from pagedkern.autotune.store import device as machine
@@ -59,17 +60,17 @@ class Workers:
 
     Args:
         limits: what calls may take.
-        command: what is started.
+        command: what is started, where it is not the worker.
         compilers: how many processes compile at a time; None: as many as there are cores, for a GPU. On a CPU all
             configurations of a backend are one kernel, so that nothing would be gained.
     """
 
     def __init__(
-        self, limits: Limits | None = None, command: Sequence[str] = COMMAND, compilers: int | None = None
+        self, limits: Limits | None = None, command: Sequence[str] = (), compilers: int | None = None
     ) -> None:
         self.limits = limits or Limits()
         self.started = 0
-        self._command, self._num_compilers = command, compilers
+        self._command, self._num_compilers = command or process.COMMAND, compilers
         self._process: Process | None = None
         self._compilers: Compilers | None = None
 
@@ -86,9 +87,9 @@ class Workers:
 
     def lose(self) -> None:
         """End the worker that measures."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.end()
+        worker, self._process = self._process, None
+        if worker is not None:
+            worker.end()
 
     def ask(self, message: tuple[Any, ...], limit: float, most: float = math.inf) -> Answer:
         """Ask the worker, which is started if there is none. It is ended if it takes more than `limit` seconds

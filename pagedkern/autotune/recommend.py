@@ -30,7 +30,7 @@ class Recommendation:
     block_size: int  # tokens
     num_blocks: int  # that the memory holds
     tier: str  # "tuned": measured here for this shape; "tuned-nearest": for another shape or machine; "default"
-    reason: str  # what was measured, where and when, and what that proves; or why nothing is known
+    reason: str  # what was measured, where and when, and what `advice` that supports; or why nothing is known
     tokens_per_second: float | None  # predicted by the objective
     concurrency: float | None  # sequences in memory at a time
     scores: tuple[Score, ...] = field(repr=False, default=())  # of every block size that was measured
@@ -39,6 +39,12 @@ class Recommendation:
     within: float | None = None  # how far the tokens per second of those are from its own at the most, as a share
     token_budget: int | None = None  # tokens of a step, for `Scheduler`: the least that costs no throughput
     max_num_seqs: int | None = None  # sequences at a time, likewise
+    advice: str = ""  # why this block size and no other, in words
+
+    @property
+    def basis(self) -> str:
+        """The reason without the advice: what was measured, where and when."""
+        return self.reason.removesuffix(f"; {self.advice}") if self.advice else self.reason
 
     def __str__(self) -> str:
         return f"block size {self.block_size} ({self.num_blocks:,} blocks) [{self.tier}]: {self.reason}"
@@ -95,6 +101,7 @@ def recommend_by(
     return Recommendation(
         taken.block_size, taken.num_blocks, tier, f"{reason}; {advice}", taken.tokens_per_second, taken.concurrency,
         tuple(scores), taken.error, advice.alike, advice.within, limits.token_budget, limits.max_num_seqs,
+        str(advice),
     )  # fmt: skip
 
 

@@ -80,7 +80,9 @@ def _show(found: Recommendation, kernels: Kernels, traffic: str, served: Model) 
     if found.scores:
         show_terms(out, found.scores, found.block_size)
     say(f"Take block size {found.block_size}: {found.num_blocks:,} blocks.", "bold")
-    say(f"Tier {found.tier}: {found.reason}.")
+    if found.advice:
+        say(f"{found.advice[:1].upper()}{found.advice[1:]}.")
+    say(f"Tier {found.tier}: {found.basis}.")
     if found.token_budget is not None:
         say(f"For the scheduler: token_budget={found.token_budget}, max_num_seqs={found.max_num_seqs}.")
     said: dict[str, list[str]] = {}  # what is equal is said once

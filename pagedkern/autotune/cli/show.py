@@ -33,5 +33,6 @@ def run(argv: Sequence[str]) -> int:
     if profiles:
         terminal.show_rates(console.console(), profiles)
     if not stored and not any(state in ("used", "other threads", "stale") for state, _, _ in profiles):
-        console.write(f"Nothing of this machine is stored in {files.directory()}. Run {PROG} to change that.\n")
+        for line in ("Nothing of this machine is stored in", f"  {files.directory()}", f"Run {PROG} to change that."):
+            console.say(console.console(), line)
     return 0

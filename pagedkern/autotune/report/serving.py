@@ -26,7 +26,7 @@ def show_served(console: Console, served: Sequence[Serving]) -> None:
 def _show_model(console: Console, served: Sequence[Serving]) -> None:
     first = served[0]
     say(console, f"What to serve with: {first.model.name} ({first.model.dtype}), {_gigabytes(first)} of cache", "bold")
-    tiers = {(one.advice.tier, one.advice.reason.partition(";")[0]) for one in served if one.advice.scores}
+    tiers = {(one.advice.tier, one.advice.basis) for one in served if one.advice.scores}
     for tier, reason in sorted(tiers):
         if tier != "tuned":
             say(console, f"Tier {tier}: {reason}.")

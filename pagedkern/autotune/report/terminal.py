@@ -217,16 +217,24 @@ def _conclusion(run: Run) -> Iterator[str]:
         yield f"Interrupted: what is shown is the best so far.{again}"
 
 
+def _name(outcome: Outcome, several: bool) -> str:
+    """A problem in a word, with its window if there are several."""
+    window = outcome.space.workload.sliding_window
+    where = "" if not several else " without a window" if window is None else f" with a window of {window:,}"
+    return f"{outcome.space.workload.kind}{where}"
+
+
 def _one_block_size(run: Run) -> Iterator[str]:
     """A cache has one block size for decode and prefill: what the best of each does to the other."""
     decided = [(o, o.verdict.best.candidate) for o in run.outcomes if o.verdict.best]
     moved = [(o, best) for o, best in decided if best.block_size != o.space.baseline.block_size]
+    several = len({o.space.workload.sliding_window for o in run.outcomes}) > 1
     for outcome, best in moved:
-        line = f"Block size {best.block_size} is best in {outcome.space.workload.kind}"
+        line = f"Block size {best.block_size} is best in {_name(outcome, several)}"
         for other, _ in decided:
             if other is not outcome and (pick := other.verdict.winners.get(best.block_size)):
                 gain = compare(other.log, pick.candidate, other.space.baseline, ERROR_RATE)
-                line += f"; there {other.space.workload.kind} runs at {gain.ratio:.2f}x"
+                line += f"; there {_name(other, several)} runs at {gain.ratio:.2f}x"
         yield f"{line}."
     if moved:
         yield "Here only the time of the kernels counts; the table of workloads weighs memory and prefixes too."
