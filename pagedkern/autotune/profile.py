@@ -130,6 +130,8 @@ def from_json(document: Mapping[str, Any]) -> Profile:
         _positive(speed.kv_bytes_per_second)
         for value in (speed.call_seconds, speed.prefill_flops, speed.kv_error, speed.prefill_error):
             _positive(value, zero=True)
+        if max(speed.kv_error, speed.prefill_error) >= 1:
+            raise ValueError("an error of all that there is")
         if not 0 < int(block_size) < 1 << 20:
             raise ValueError(f"block size {block_size}")
         speeds[int(block_size)] = speed

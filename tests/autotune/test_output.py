@@ -1,4 +1,4 @@
-"""What the commands print, wherever it goes: encodings, closed and broken streams, full disks, terminals of any width."""
+"""What the commands print, wherever it goes: any encoding, closed and broken streams, full disks, any width."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_no_table_is_cut_at_any_width(cells: list[list[str]], folds: tuple[bool,
         assert text.count(character) == sum(cell.count(character) for row in cells for cell in row)
 
 
-@pytest.mark.parametrize("width", (40, 60, 80, 100, 200))
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 def test_the_commands_fit_the_columns_that_there_are(
     width: int, recorded_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

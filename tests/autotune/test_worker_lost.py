@@ -157,11 +157,13 @@ def test_a_hang_ends_at_its_limit(do: str, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), OSError(errno.ENOMEM, "Cannot allocate memory"),
-        MemoryError(), PermissionError(errno.EACCES, "Permission denied"),
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        MemoryError(),
+        PermissionError(errno.EACCES, "Permission denied"),
     ],
     ids=lambda error: type(error).__name__,
-)  # fmt: skip
+)
 def test_no_process_can_be_started(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
