@@ -42,8 +42,8 @@ class SchedulerAdvice:
 def advise_scheduler(traffic: Traffic, model: Model, rates: Rates, score: Score) -> SchedulerAdvice:
     """The least token budget and number of sequences that give all but 2 % of the tokens per second of a block size."""
     load = _Load(traffic, model, rates, score)
-    choices = sorted({_multiple(most, traffic.samples) for most in (*MOST_SEQS, traffic.concurrency)})
-    choices = [most for most in choices if most <= max(traffic.concurrency, traffic.samples)]
+    limit = max(traffic.concurrency // traffic.samples, 1) * traffic.samples
+    choices = sorted({min(_multiple(most, traffic.samples), limit) for most in MOST_SEQS} | {limit})
     speeds = [load.tokens_per_second(most, None) for most in choices]
     seqs = next(m for m, speed in zip(choices, speeds, strict=True) if speed >= (1 - LOSS) * max(speeds))
     budgets = [k for k in TOKEN_BUDGETS if k >= seqs] or [_multiple(seqs, 256)]

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkern import recommend
@@ -73,6 +73,7 @@ def test_formula_and_scheduler_lose_the_same_by_small_limits(name: str) -> None:
         assert predicted == pytest.approx(seen, rel=0.08), limits
 
 
+@settings(max_examples=25)
 @given(
     prompt=st.integers(1, 20000), output=st.integers(1, 2000), shared=st.floats(0, 0.9),
     samples=st.sampled_from([1, 3]),
