@@ -2,8 +2,10 @@
 
 `python -m tests.autotune.fake_worker COUNT HARM`: COUNT is a file that grows by a byte for each command, over all the
 workers of a run; HARM is JSON, a list of what happens: {"do": "kill", "command": "sample", "from": 10, "until": 12,
-"argument": 32, "times": 1}. "command" and "argument" (the first one, or the block size of a candidate) are those to
-which it happens, "from" and "until" the numbers of the commands, "times" how often; what is left out is any.
+"argument": 32, "times": 1}. "command" and "argument" (the first one, the block size of a candidate, the sequences of a
+problem) are those to which it happens, "from" and "until" the numbers of the commands, "times" how often; what is left
+out is any. COUNT.log has a line for each command: the process, the command, a candidate or another argument, and its
+block size.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ def main() -> None:
         with open(path, "ab") as file:
             file.write(b".")
             number = file.tell()
+        with open(f"{path}.log", "a") as log:
+            argument = command[1] if len(command) > 1 else None
+            block_size = getattr(argument, "block_size", 0)
+            seqs = argument.workload.num_seqs if command[0] == "open" else str(argument)
+            log.write(json.dumps([os.getpid(), command[0], seqs, block_size]) + "\n")
         for i, one in enumerate(harm):
             if happens(one, number, *command):
                 with open(f"{path}.{i}", "ab") as file:
@@ -40,7 +47,7 @@ def main() -> None:
 
 def happens(one: dict[str, Any], number: int, name: str, *arguments: Any) -> bool:
     first = arguments[0] if arguments else None
-    argument = getattr(first, "block_size", first)
+    argument = first.workload.num_seqs if name == "open" else getattr(first, "block_size", first)
     return (
         one.get("command", name) == name
         and one.get("argument", argument) == argument

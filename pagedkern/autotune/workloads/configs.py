@@ -19,7 +19,7 @@ from pagedkern.errors import InvalidArgument
 
 MOST_BYTES = 64 << 20  # of a file that is read whole
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")  # where models that see or hear keep it
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 HEAD_DIM = ("head_dim", "kv_channels")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -27,6 +27,9 @@ HIDDEN = ("hidden_size", "n_embd", "d_model")
 INNER = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
 VOCABULARY = ("vocab_size", "padded_vocab_size")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+OTHER_STATE = (  # how names begin of what layers have that keep something else
+    "mamba_", "ssm_", "rwkv_", "time_mix_", "time_step", "state_size", "linear_num_", "conv_L_", "chunkwise_",
+)  # fmt: skip
 WINDOW, FULL = "sliding_attention", ("full_attention", "attention", "global")
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # dtypes of safetensors
 UNGATED = {"gpt2", "gpt_neox", "gptj", "gpt_bigcode", "falcon", "phi", "starcoder2", "bloom", "mpt", "opt", "codegen"}
@@ -109,18 +112,19 @@ def _kv_heads(config: Mapping[str, Any], heads: int, where: str) -> int:
 
 def _refuse(config: Mapping[str, Any], where: str) -> None:
     """Raise for a model whose layers do not all keep K and V of one shape."""
-    if config.get("kv_lora_rank") is not None:
-        what = f"multi-head latent attention (MLA, kv_lora_rank={config['kv_lora_rank']})"
-        raise InvalidArgument(f"{where}: got {what}{_family(config)}, expected layers that keep K and V")
+    for name in ("kv_lora_rank", "q_lora_rank"):
+        if config.get(name) is not None:
+            what = f"multi-head latent attention (MLA, {name}={config[name]!r:.20})"
+            raise InvalidArgument(f"{where}: got {what}{_family(config)}, expected layers that keep K and V")
     if config.get("is_encoder_decoder"):
         raise InvalidArgument(f"{where}: got an encoder beside the decoder{_family(config)}, expected a decoder alone")
     for name in ("attn_layer_period", "hybrid_override_pattern", "full_attention_interval", "attn_type_list"):
         if config.get(name) is not None:
             raise _unequal(where, f"{name}={config[name]!r:.40}", config)
     for name in config:
-        if str(name).startswith(("mamba_", "ssm_", "rwkv_", "time_mix_")) and config[name] is not None:
+        if str(name).startswith(OTHER_STATE) and config[name] is not None:
             raise _unequal(where, str(name), config)
-    for name in ("block_configs", "cross_attention_layers", "num_kv_shared_layers"):
+    for name in ("block_configs", "cross_attention_layers", "num_kv_shared_layers", "attention_k_eq_v"):
         if config.get(name):
             raise _unequal(where, f"{name}={config[name]!s:.40}", config)
     for name, usual in (
@@ -131,6 +135,12 @@ def _refuse(config: Mapping[str, Any], where: str) -> None:
         expected = next((config[key] for key in usual if config.get(key) is not None), None)
         if config.get(name) is not None and config[name] != expected:
             raise _unequal(where, f"{name}={config[name]!r:.20} beside {expected}", config)
+    layers = config.get("per_layer_config")
+    for number, own in layers.items() if isinstance(layers, dict) else ():
+        for name in (*HEADS, *KV_HEADS, *HEAD_DIM, "v_head_dim", "sliding_window"):
+            if isinstance(own, dict) and name in own and own[name] != config.get(name):
+                what = f"per_layer_config: {name}={own[name]!r:.20} in layer {number}, {config.get(name)!r:.20} in others"
+                raise _unequal(where, what, config)
     for kind in _kinds(config):
         if kind != WINDOW and kind not in FULL:
             raise _unequal(where, f"layers of kind {kind!r:.40}", config)
