@@ -65,9 +65,7 @@ class Workers:
             configurations of a backend are one kernel, so that nothing would be gained.
     """
 
-    def __init__(
-        self, limits: Limits | None = None, command: Sequence[str] = (), compilers: int | None = None
-    ) -> None:
+    def __init__(self, limits: Limits | None = None, command: Sequence[str] = (), compilers: int | None = None) -> None:
         self.limits = limits or Limits()
         self.started = 0
         self._command, self._num_compilers = command or process.COMMAND, compilers

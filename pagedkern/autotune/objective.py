@@ -41,7 +41,7 @@ USUAL_BLOCK_SIZE = 16  # what engines take who do not tune
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one block size comes to, its three terms apart."""
+    """What one block size gives, its three terms apart."""
 
     block_size: int
     num_blocks: int  # that the memory holds
@@ -55,9 +55,9 @@ class Score:
     swap_seconds: float
     cached_tokens: float  # of a prompt, on average, that are not computed
     waste: float  # share of the slots held that hold no token
-    tokens_per_second: float
+    tokens_per_second: float  # outputs
     low: float  # of tokens per second: with rates as low as the measurements allow, beside those of other block sizes
-    high: float
+    high: float  # likewise, with rates as high
 
     @property
     def error(self) -> float:

@@ -139,7 +139,7 @@ def _refuse(config: Mapping[str, Any], where: str) -> None:
     for number, own in layers.items() if isinstance(layers, dict) else ():
         for name in (*HEADS, *KV_HEADS, *HEAD_DIM, "v_head_dim", "sliding_window"):
             if isinstance(own, dict) and name in own and own[name] != config.get(name):
-                what = f"per_layer_config: {name}={own[name]!r:.20} in layer {number}, {config.get(name)!r:.20} in others"
+                what = f"{name}={own[name]!r:.20} in layer {number}, {config.get(name)!r:.20} in others"
                 raise _unequal(where, what, config)
     for kind in _kinds(config):
         if kind != WINDOW and kind not in FULL:
