@@ -24,7 +24,8 @@ class Entry:
     def enter(self, block_size: int, end: float, last: float) -> None:
         """Compile, check and screen the candidates of a block size that is laid out. The untuned choice has until
         `last`, the others until `end`: none is begun after it, and one that takes half of the time that is left is
-        given up, at other block sizes too."""
+        given up, at other block sizes too. A backend of which nothing has run yet must leave the time to start again
+        if it is given up."""
         race, log = self.race, self.race.log
         own, untuned = self._promising(block_size), race.space.untuned(block_size)
         todo = [c for c in own if c not in log.screened and c not in log.lasting]
@@ -36,7 +37,8 @@ class Entry:
             if candidate in log.lasting:
                 continue
             now, name = race.clock(), (candidate.backend, candidate.config)
-            limit = last if candidate == untuned else end
+            known = candidate.backend == untuned.backend or any(c.backend == candidate.backend for c in log.screened)
+            limit = last if candidate == untuned else end if known else min(end, race.deadline - 2 * race.restart)
             if now >= limit or (name in self._given_up and candidate != untuned):
                 log.leave(candidate, NO_TIME if now >= limit else TOO_LONG)
                 continue

@@ -31,6 +31,7 @@ class Race:
     last: float  # for the untuned choice at the usual block size
     too_slow: dict[tuple[str, str], int] = field(default_factory=dict)  # backend and config: where that was seen
     ends: float = math.inf  # when calls are cut short
+    restart: float = 0.0  # seconds that it took to open the problem: what cutting a call short may cost
 
     def tell(self, step: str) -> None:
         """Say what happens now, with the best until now."""

@@ -122,12 +122,14 @@ class _Search:
 
     def begin(self, block_size: int) -> None:
         """Lay out the block size that all depends on. Raises `RunnerFailed` if that cannot be done."""
-        self.race.tell(LAYING_OUT)
-        self.race.runner.open()
+        race, begin = self.race, self.race.clock()
+        race.tell(LAYING_OUT)
+        race.runner.open()
         try:
-            self.race.runner.lay_out(block_size)
+            race.runner.lay_out(block_size)
         except CandidateLost as lost:
             raise RunnerFailed(str(lost)) from lost
+        race.restart = race.clock() - begin
 
     def lay_out(self, block_size: int, end: float) -> bool:
         """Any other block size: whether it was laid out until `end`."""

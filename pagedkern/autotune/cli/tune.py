@@ -174,7 +174,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     add("--seed", type=int, default=0, metavar="N", help="of the data and of the order of runs (default 0)")
-    add("--exhaustive", action="store_true", help="let all into the finals that are not hopeless: to record a machine")
+    add(
+        "--exhaustive",
+        action="store_true",
+        help="let all into the finals that are not far too slow: to record a machine",
+    )
     add("--resume", action="store_true", help="go on with what the last run of the same problems measured")
     add("--records", type=Path, metavar="FILE", help="where to write the measurements (default: the cache folder)")
     add("--in-process", action="store_true", help="measure in this process: for debugging a kernel that crashes")

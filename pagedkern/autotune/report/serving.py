@@ -85,7 +85,7 @@ def alike_text(found: Recommendation) -> str:
     """Which block sizes are as good as the one to take within the error bars, and how far apart they are."""
     others = [size for size in found.alike if size != found.block_size]
     if found.within is None or not others:
-        return "none"
+        return "none" if len(found.scores) > 1 else "no other was measured"
     what = "all" if len(found.alike) == len(found.scores) else listed(others)
     return f"{what} within {100 * found.within:.1f} %"
 
