@@ -16,6 +16,7 @@ from typing import Any
 
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import files
+from pagedkern.autotune.store.machines import same_machine
 
 FORMAT = 2
 SHIPPED = Path(__file__).parents[1] / "profiles"
@@ -64,10 +65,13 @@ def moment(document: Mapping[str, Any]) -> datetime | None:
 
 
 def own(device: Mapping[str, str | int]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The profiles that were measured on a machine. Damaged ones are passed over with a warning."""
+    """The profiles that were measured on a machine, with whatever number of threads. Damaged ones are passed over with
+    a warning."""
     home = files.directory()
-    if home is not None:
-        yield from _read(folder(home, device))
+    for place in files.found(home, "rates/*") if home is not None else []:
+        for path, document in _read(place):
+            if place == folder(home, document["device"]) and same_machine(device, document["device"]):  # type: ignore[arg-type]
+                yield path, document
 
 
 def others() -> Iterator[tuple[Path, dict[str, Any]]]:
