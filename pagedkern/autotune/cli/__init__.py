@@ -21,7 +21,7 @@ COMMANDS = {  # name: (module, what it does)
     "workloads": ("workloads", "list the workloads and models, or print one to start from"),
 }
 
-EXTRAS = {"matplotlib": "report", "rich": "autotune", "filelock": "autotune", "platformdirs": "autotune"}
+EXTRAS = {"matplotlib": "report", "rich": "autotune"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -102,7 +102,6 @@ def run(argv: Sequence[str]) -> int:
         parser.error(str(error))
     if given.dry_run:
         return console.printed(lambda: _show_plan(given, planned), 0)
-    import_module("filelock")  # without it nothing could be stored: said before anything is measured
     return _tune(given, planned)
 
 
