@@ -41,23 +41,23 @@ USUAL_BLOCK_SIZE = 16  # what engines take who do not tune
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one block size gives, its three terms apart."""
+    """What an engine gets out of a GPU's memory and time with one block size."""
 
-    block_size: int
-    num_blocks: int  # that the memory holds
-    blocks: float  # that a request alone holds, mean over its steps
-    concurrency: float  # sequences in memory, n for each request
-    step_seconds: float  # of a step that only decodes
-    attention_seconds: float  # of that
-    request_seconds: float  # prompt, copies and swaps of one request
-    prefill_seconds: float  # of that
-    copy_seconds: float
-    swap_seconds: float
-    cached_tokens: float  # of a prompt, on average, that are not computed
+    block_size: int  # tokens
+    num_blocks: int  # blocks that the memory holds
+    blocks: float  # blocks that a request alone holds, mean over its steps
+    concurrency: float  # sequences in memory at the same time (a request with n outputs counts n)
+    step_seconds: float  # one step that only decodes
+    attention_seconds: float  # attention's part of step_seconds
+    request_seconds: float  # what one request costs besides decoding: its prompt, copies and swaps
+    prefill_seconds: float  # the prompt's part of request_seconds
+    copy_seconds: float  # the part of request_seconds that copies blocks
+    swap_seconds: float  # the part of request_seconds that moves blocks to the host and back
+    cached_tokens: float  # tokens of a prompt that are found in the cache, mean
     waste: float  # share of the slots held that hold no token
-    tokens_per_second: float  # outputs
-    low: float  # of tokens per second: with rates as low as the measurements allow, beside those of other block sizes
-    high: float  # likewise, with rates as high
+    tokens_per_second: float  # output tokens
+    low: float  # tokens_per_second with rates as low as the measurements allow (relative to other block sizes)
+    high: float  # tokens_per_second with rates as high as the measurements allow (relative to other block sizes)
 
     @property
     def error(self) -> float:

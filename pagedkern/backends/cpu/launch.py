@@ -304,7 +304,7 @@ def _copy(x: Tensor) -> Tensor:
     """
     if x.shape[0] <= PIECE:
         return x.clone(memory_format=torch.contiguous_format)
-    made = torch.empty(x.shape, dtype=x.dtype)
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for start in range(0, x.shape[0], PIECE):
         made[start : start + PIECE].copy_(x[start : start + PIECE])
     return made
