@@ -5,8 +5,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 run     = $(VENV)/bin/python
 stamp   = $(VENV)/.installed
 OLDEST  = head_dims or group_sizes or slot_minus_one or quantized or query_lengths
+other   = build/other-cuda/bin/python
+OTHER   = cupy-cuda13x==14.2.0 numba-cuda[cu12]==0.30.4 cuda-bindings==12.9.10 cuda-core==1.2.2 cuda-pathfinder==1.9.1 \
+	cuda-toolkit==12.9.2 nvidia-cuda-nvrtc==13.0.88
 
-.PHONY: help tune record test oldest lint types fuzz gpu-check docs bench coverage dist example clean
+.PHONY: help tune record test oldest other-cuda lint types fuzz gpu-check docs bench coverage dist example clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -28,6 +31,12 @@ oldest: $(stamp) build/oldest ## the Triton backend with the oldest Triton that 
 		tests/backends/triton/test_launch.py tests/contract/test_cases.py \
 		-k "interpreter or launch or triton and ($(OLDEST))" $(ARGS)
 	PYTHONPATH=build/oldest $(run) -m benchmarks.triton_aot --every 199 --workers 2
+
+other-cuda: $(stamp) build/other-cuda/.installed ## a sample with CuPy for CUDA 13 and Numba for CUDA 12, not the reverse
+	$(other) tests/other_cuda.py
+	$(other) -m pytest -n 2 --dist loadgroup tests/backends/cupy/test_kernels.py tests/backends/cupy/test_launcher.py \
+		tests/backends/numba_cuda/test_compiles.py tests/backends/numba_cuda/test_launch.py \
+		-k "launch or kept or NVRTC and 13 and (merge or write_kv or sm_90) or gpus and 0" $(ARGS)
 
 lint: $(stamp) ## style and format
 	$(run) -m ruff check .
@@ -74,6 +83,13 @@ clean: ## remove the virtual environment and caches
 
 build/oldest:
 	$(run) -m pip install --quiet --no-deps --target $@ triton==3.6.0
+
+build/other-cuda/.installed: Makefile tests/other_cuda.py
+	rm -rf $(@D)
+	$(run) -m venv --without-pip $(@D)
+	$(run) tests/other_cuda.py lend $(@D)
+	$(run) -m pip --python $(other) install --quiet $(OTHER)
+	touch $@
 
 build/tools:
 	$(run) -m venv $@

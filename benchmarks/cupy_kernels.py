@@ -1,9 +1,10 @@
 """Compile the CuPy backend's kernels for GPUs that need not be here, and tell what became of them.
 
     python -m benchmarks.cupy_kernels --out docs/cupy_kernels.md     the whole grid, as a page (some minutes)
-    python -m benchmarks.cupy_kernels --every 10                     each tenth kernel, printed
+    python -m benchmarks.cupy_kernels --every 10 --nvrtc 12          each tenth kernel, by one NVRTC, printed
 
-NVRTC compiles exactly what a launch would: the default configuration of each problem on each architecture.
+NVRTC of CUDA 12 and that of CUDA 13, each in processes of its own, compile exactly what a launch would: the default
+configuration of each problem on each architecture.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import nvrtc
 from pagedkern.backends.base import Problem
 from pagedkern.backends.cupy import compiler, config
 from pagedkern.backends.cupy.instance import Instance
@@ -60,6 +61,7 @@ class Cell:
 class Facts:
     """What the compiler says of a kernel."""
 
+    nvrtc: str  # the version that compiled it: "12.9"
     registers: int
     stack: int  # bytes of local memory of a thread
     spills: int  # bytes of spill stores
@@ -104,6 +106,7 @@ def measure(cell: Cell) -> Facts:
         )
     }
     return Facts(
+        nvrtc=nvrtc.signature(made.ptx),
         **found,
         copies=len(re.findall(r"cp\.async\.cg\.shared\.global \[[^;]*\], 16,", made.ptx)),
         bulk=made.ptx.count("cp.async.bulk.shared::cluster.global"),
@@ -130,27 +133,39 @@ def wrong(cell: Cell, facts: Facts) -> list[str]:
     return found
 
 
-def page(cells: Sequence[Cell], facts: Sequence[Facts], version: object, every: int) -> str:
-    """The table as Markdown."""
-    option = f" --every {every}" if every > 1 else ""
+def page(cells: Sequence[Cell], facts: Sequence[Sequence[Facts]], every: int) -> str:
+    """The table as Markdown; `facts` has a sequence for each NVRTC, in the order of the cells."""
+    command = "python -m benchmarks.cupy_kernels" + (f" --every {every}" if every > 1 else "")
+    versions = list(dict.fromkeys(f.nvrtc for each in facts for f in each))
+    if len(versions) < len(nvrtc.PACKAGES):
+        command += f" --nvrtc {versions[0].partition('.')[0]}"
     lines = [
         "# What NVRTC makes of the CUDA kernels",
         "",
-        f"Written by `python -m benchmarks.cupy_kernels{option} --out docs/cupy_kernels.md` with NVRTC {version}.",
+        f"Written by `{command} --out docs/cupy_kernels.md` with NVRTC {' and '.join(versions)}.",
         "Every kernel is the one that a launch with the default configuration compiles. Shared memory and threads are",
         "those of one block of threads; registers, stack and spills are what ptxas reports; copies are `cp.async` of",
-        "16 bytes or `cp.async.bulk` instructions, products `mma.sync.m16n8k16`, both counted in the PTX.",
+        "16 bytes or `cp.async.bulk` instructions, products `mma.sync.m16n8k16`, both counted in the PTX. Where the",
+        "versions of NVRTC differ, each has its number, in the order above.",
         "",
         "| kernel | threads | tile | stages | shared bytes | registers | spilled bytes | copies | products |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for cell, f in zip(cells, facts, strict=True):
+    bad = []
+    for cell, *found in zip(cells, *facts, strict=True):
         i = cell.instance
         shape = f"{i.threads} | {i.tile} | {i.stages} | {i.shared_bytes:,}" if i else " | | | "
-        lines.append(f"| {cell.name} | {shape} | {f.registers} | {f.spills} | {f.copies + f.bulk} | {f.mma} |")
-    bad = [f"{cell.name}: {'; '.join(w)}" for cell, f in zip(cells, facts, strict=True) if (w := wrong(cell, f))]
-    lines += ["", f"{len(cells)} kernels, {len(bad)} of them with something amiss.", *(f"- {line}" for line in bad), ""]
+        numbers = ([getattr(f, name) for f in found] for name in ("registers", "spills"))
+        counts = [f.copies + f.bulk for f in found], [f.mma for f in found]
+        lines.append(f"| {cell.name} | {shape} | {' | '.join(map(_field, (*numbers, *counts)))} |")
+        bad += [f"{cell.name}, NVRTC {f.nvrtc}: {'; '.join(w)}" for f in found if (w := wrong(cell, f))]
+    lines += ["", f"{len(cells)} kernels, {len(bad)} times something amiss.", *(f"- {line}" for line in bad), ""]
     return "\n".join(lines)
+
+
+def _field(numbers: Sequence[int]) -> str:
+    """One number where all are the same."""
+    return " / ".join(map(str, numbers if len(set(numbers)) > 1 else numbers[:1]))
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -158,16 +173,21 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="each n-th kernel of the grid")
     parser.add_argument("--out", type=Path, help="write the page there")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--nvrtc", type=int, nargs="+", choices=nvrtc.PACKAGES, default=list(nvrtc.PACKAGES), help="of which CUDA"
+    )
     options = parser.parse_args(None if arguments is None else list(arguments))
     cells = grid()[:: options.every]
-    with ProcessPoolExecutor(options.jobs) as pool:
-        facts = list(pool.map(measure, cells))
-    text = page(cells, facts, ".".join(map(str, compiler.version())), options.every)
+    facts = []
+    for cuda in options.nvrtc:
+        with nvrtc.processes(cuda, options.jobs) as pool:
+            facts.append(list(pool.map(measure, cells)))
+    text = page(cells, facts, options.every)
     if options.out:
         options.out.write_text(text)
     else:
         print(text)
-    return 1 if any(wrong(cell, f) for cell, f in zip(cells, facts, strict=True)) else 0
+    return 1 if any(wrong(cell, f) for each in facts for cell, f in zip(cells, each, strict=True)) else 0
 
 
 if __name__ == "__main__":

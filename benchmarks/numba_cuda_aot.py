@@ -25,6 +25,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks import nvrtc
+
 CAPABILITIES = [80, 90, 100]
 DIMS = [(64, 64), (72, 72), (128, 128), (192, 128), (256, 256)]  # of K and of V
 DTYPES = [
@@ -68,6 +70,7 @@ class Compiled:
     """What ptxas says of a kernel, and what its PTX holds."""
 
     cell: Cell
+    nvvm: str  # the version that compiled it: "13.0"
     registers: int
     spilled: int  # bytes stored and loaded
     stack: int  # bytes of local memory of a thread
@@ -163,6 +166,7 @@ def compiled(cell: Cell, folder: Path) -> Compiled:
     stack, stores, loaded = map(int, _numbers(r"(\d+) bytes stack frame, (\d+) .* stores, (\d+)", done.stderr))
     return Compiled(
         cell,
+        nvvm=nvrtc.signature(ptx),
         registers=int(_numbers(r"Used (\d+) registers", done.stderr)[0]),
         spilled=stores + loaded,
         stack=stack,

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from tiny_model import SYLLABLES, TinyModel, check, decode, draw, encode, new_cache, paged, recompute
 
 from pagedkern import BlockAllocator
@@ -59,10 +58,10 @@ class Engine:
         self.cache.apply(batch)
         tokens: list[int] = []
         if batch.num_tokens:
-            ids, positions = torch.tensor(batch.token_ids), torch.tensor(batch.positions)
-            logits = self.model(ids, positions, paged(self.cache, batch))
-            for row, sample in zip(batch.logits_rows, batch.outputs, strict=True):
-                tokens.append(draw(logits[row], seed_of(sample, len(sample.tokens))))
+            inputs = self.cache.inputs(batch)
+            logits = self.model(inputs.token_ids, inputs.positions, paged(self.cache, inputs))
+            for row, sample in zip(logits[inputs.logits_rows], batch.outputs, strict=True):
+                tokens.append(draw(row, seed_of(sample, len(sample.tokens))))
         return batch, self.scheduler.complete(batch, tokens)
 
 

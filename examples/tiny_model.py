@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pagedkern import KVCache, Step, paged_attention, write_kv
-from pagedkern.scheduler import Batch
+from pagedkern.cache import StepInputs
 
 torch.set_num_threads(1)  # for so small a model several would only wait for each other
 
@@ -76,9 +76,8 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 # With a paged cache.
 
 
-def paged(cache: KVCache, step: Step | Batch, *, sliding_window: int | None = None) -> Attend:
+def paged(cache: KVCache, inputs: StepInputs, *, sliding_window: int | None = None) -> Attend:
     """Attention of one step through the block table. Its new keys and values are written first."""
-    inputs = cache.inputs(step)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_cache, v_cache = cache.layer(layer)
@@ -119,13 +118,12 @@ def run(
     Returns the logits of every token of the step, [T, len(SYLLABLES)]. The step is still to be committed.
     """
     cache.apply(step)  # copies of blocks that are about to be written to while somebody else shares them
+    inputs = cache.inputs(step)
     tokens: list[int] = []
-    positions: list[int] = []
     for row, text in enumerate(texts):
         end, count = step.seq_lens[row], step.cu_seqlens_q[row + 1] - step.cu_seqlens_q[row]
         tokens += text[end - count : end]
-        positions += range(end - count, end)
-    return model(torch.tensor(tokens), torch.tensor(positions), paged(cache, step, sliding_window=sliding_window))
+    return model(torch.tensor(tokens), inputs.positions, paged(cache, inputs, sliding_window=sliding_window))
 
 
 # Without one: what everything is checked against.

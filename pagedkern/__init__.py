@@ -26,6 +26,7 @@ _HOMES = {  # module: the public names that live there
     ),
     "pagedkern.allocator": ("BlockAllocator", "Sequence", "Step", "Verdict"),
     "pagedkern.cache": ("KVCache",),
+    "pagedkern.autotune.api": ("tune",),
     "pagedkern.autotune.recommend": ("Recommendation", "recommend"),
     "pagedkern.backends": ("BackendInfo",),
     "pagedkern.ops": ("Choice", "copy_blocks", "explain", "merge_states", "paged_attention", "write_kv"),
@@ -73,6 +74,7 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "recommend",
+    "tune",
     "write_kv",
 ]
 
@@ -80,6 +82,7 @@ __all__ = [
 if TYPE_CHECKING:
     from pagedkern import abi, allocator, autotune, cache, errors, gpucheck, integrations, ops, scheduler  # noqa: F401
     from pagedkern.allocator import BlockAllocator, Sequence, Step, Verdict
+    from pagedkern.autotune.api import tune
     from pagedkern.autotune.recommend import Recommendation, recommend
     from pagedkern.backends import BackendInfo, backends
     from pagedkern.cache import KVCache

@@ -15,6 +15,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from pagedkern.abi import describe
+from pagedkern.backends.base import LARGEST_SCALE, SMALLEST_SCALE
 from pagedkern.errors import InvalidArgument, InvalidType
 
 
@@ -35,8 +36,8 @@ ArrayLike: TypeAlias = Tensor | SupportsDLPack | SupportsCudaArray
 """What every call takes for an array: never copied, always on one device."""
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INDICES = (torch.int64, torch.int32)
 QUANTIZED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-SMALLEST_SCALE, LARGEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, *QUANTIZED)}
 
 
@@ -105,11 +106,11 @@ def last_contiguous(name: str, value: Tensor) -> None:
 
 
 def index_vector(
-    name: str, value: object, length: int | None, axes: str, like: Tensor, of: str, kind: torch.dtype
+    name: str, value: object, length: int | None, axes: str, like: Tensor, of: str, *kinds: torch.dtype
 ) -> Tensor:
-    """A contiguous vector of int32 or int64 numbers on the device of `like`."""
+    """A contiguous vector of integers of one of the dtypes `kinds`, on the device of `like`."""
     result = tensor(name, value, 1, axes)
-    dtype(name, result, kind)
+    dtype(name, result, *kinds)
     device(name, result, like.device, of)
     if length is not None:
         shape(name, result, (length,), axes)
@@ -128,10 +129,11 @@ def head_vector(name: str, value: object, length: int, axes: str, like: Tensor) 
 
 
 def integer(name: str, value: object, minimum: int, accepted: str, maximum: int = 2**63 - 1) -> int:
-    """A host integer; floats, bools and tensors are refused rather than rounded or read back."""
+    """A host integer, of Python or NumPy; floats, bools and tensors are refused rather than rounded or read back."""
     if isinstance(value, (bool, float, Tensor)):
         raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}")
     if not isinstance(value, (int, torch.SymInt)):
+        _scalar(name, value, accepted)
         try:
             value = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
@@ -142,10 +144,11 @@ def integer(name: str, value: object, minimum: int, accepted: str, maximum: int 
 
 
 def number(name: str, value: object, accepted: str) -> float:
-    """A finite host number."""
+    """A finite host number, of Python, NumPy or whatever else converts to float."""
     if isinstance(value, (bool, Tensor, str, bytes, bytearray)):
         raise InvalidType(f"{name}: got {type(value).__name__}, accepted is {accepted}")
     if not isinstance(value, float):
+        _scalar(name, value, accepted)
         try:
             value = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
@@ -155,6 +158,17 @@ def number(name: str, value: object, accepted: str) -> float:
     if not -math.inf < value < math.inf:  # torch.compile cannot trace math.isfinite
         refuse(name, value, accepted)
     return float(value)
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, Tensor) or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
+
+
+def _scalar(name: str, value: object, accepted: str) -> None:
+    """Refuse what converts to a number and is none: NumPy's bools and complex numbers, and arrays of one element."""
+    kind: object = getattr(getattr(value, "dtype", None), "kind", None)
+    if kind in ("b", "c") or getattr(value, "ndim", 0) != 0:
+        raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}")
 
 
 def float32_number(name: str, value: object, default: str) -> float:
@@ -194,20 +208,35 @@ def caches(k_cache: object, v_cache: object, *, write: bool = False) -> tuple[Te
 
 
 def scale(name: str, value: object, cache: Tensor) -> tuple[Tensor | None, float]:
-    """The scale of a quantized cache: (float32 vector over KV heads or None, number that holds if there is none)."""
+    """The scale of a quantized cache: (float32 vector over KV heads or None, number that holds if there is none).
+
+    Numbers are checked here, those in a tensor where they can be read: `checked.check_scale`.
+    """
     if value is None:
         return None, 1.0
     if cache.dtype not in QUANTIZED:
         refuse(name, "a scale", f"None for a cache of {cache.dtype}: only quantized caches are scaled")
+    if not isinstance(value, (int, float)) and _is_array(value):
+        vector = value if isinstance(value, Tensor) else _imported(name, value)
+        if vector.ndim or vector.device.type != "cpu" or cache.device.type == "cpu":
+            return _scales(name, vector, cache), 1.0
+        value = vector.item()  # a number of the host for a cache that is elsewhere, as torch takes them, too
     accepted = "a positive number or float32 [num_kv_heads]"
-    if isinstance(value, (int, float)):
-        result = number(name, value, accepted)
-        if not SMALLEST_SCALE <= result <= LARGEST_SCALE:
-            refuse(name, value, f"{accepted}, {SMALLEST_SCALE:.3g} .. {LARGEST_SCALE:.3g}")
-        return None, result
-    if isinstance(value, Tensor) and value.ndim == 0:
-        value = value.expand(cache.shape[2]).contiguous()
-    return head_vector(name, value, cache.shape[2], "[num_kv_heads]", cache), 1.0
+    result = number(name, value, accepted)
+    if not SMALLEST_SCALE <= result <= LARGEST_SCALE:
+        refuse(name, value, f"{accepted}, {SMALLEST_SCALE:.3g} .. {LARGEST_SCALE:.3g}")
+    return None, result
+
+
+def _scales(name: str, value: Tensor, cache: Tensor) -> Tensor:
+    """float32 [num_kv_heads] of a tensor that has as many numbers, or one for all."""
+    heads = cache.shape[2]
+    if value.ndim == 0:
+        dtype(name, value, *FLOATS, torch.float64, torch.int64, torch.int32)
+        value = value.to(torch.float32)[None]
+    if value.shape == (1,):
+        value = value.expand(heads).contiguous()
+    return head_vector(name, value, heads, "[num_kv_heads]", cache)
 
 
 def output(name: str, value: object, expected: tuple[int, ...], axes: str, kind: torch.dtype, like: Tensor) -> Tensor:

@@ -6,15 +6,17 @@ They are defined through `torch.library.Library` rather than `torch.library.cust
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+import pagedkern.backends as registry
 from pagedkern._arguments import DTYPE_NAMES, QUANTIZED, refuse, written
 from pagedkern._choice import choose
 from pagedkern.backends import checked
-from pagedkern.backends.base import AttentionCall, CopyCall, Problem, WriteCall
+from pagedkern.backends.base import AttentionCall, CopyCall, MergeCall, MergesStates, Problem, WriteCall
+from pagedkern.backends.forked import safe_after_fork
 
 _library = torch.library.Library("pagedkern", "DEF")
 _library.define(
@@ -28,7 +30,9 @@ _library.define(
     "Tensor? v_scale, float k_number, float v_number, str backend, bool debug) -> ()"
 )
 _library.define("copy_blocks(Tensor(a!)[] caches, Tensor src_blocks, Tensor dst_blocks, str backend, bool debug) -> ()")
-_library.define("merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
+_library.define(
+    "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, bool debug=False) -> (Tensor, Tensor)"
+)
 
 AttentionArguments: TypeAlias = tuple[
     Tensor,  # q
@@ -116,7 +120,8 @@ def _attention(
     choice = choose(problem, backend, config, q.device.index)
     call = AttentionCall(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, scale, causal, sliding_window, softcap,
-        alibi_slopes, sinks, _scales(k_scale, k_number, k_cache), _scales(v_scale, v_number, v_cache), out, lse,
+        alibi_slopes, sinks, _scales("k_scale", k_scale, k_number, k_cache, debug),
+        _scales("v_scale", v_scale, v_number, v_cache, debug), out, lse,
     )  # fmt: skip
     if debug:
         checked.check_attention(call)
@@ -146,8 +151,9 @@ def _write_kv(
         block_size, 0, k.shape[0], 0, num_blocks * block_size, "write_kv",
     )  # fmt: skip
     call = WriteCall(
-        k, v, k_cache, v_cache, slot_mapping, _scales(k_scale, k_number, k_cache), _scales(v_scale, v_number, v_cache)
-    )
+        k, v, k_cache, v_cache, _long(slot_mapping), _scales("k_scale", k_scale, k_number, k_cache, debug),
+        _scales("v_scale", v_scale, v_number, v_cache, debug),
+    )  # fmt: skip
     if debug:
         checked.check_write(call)
     choose(problem, backend, "").implementation.write_kv(call)
@@ -158,39 +164,69 @@ def _copy_blocks(caches: list[Tensor], src_blocks: Tensor, dst_blocks: Tensor, b
         written(f"caches[{i}]", cache)
     problem = _problem(src_blocks.device.type, "", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, "copy_blocks")
     distinct = {(cache.data_ptr(), cache.shape, cache.stride()): cache for cache in caches}  # layers may share a cache
-    call = CopyCall(list(distinct.values()), src_blocks, dst_blocks)
+    call = CopyCall(list(distinct.values()), _long(src_blocks), _long(dst_blocks))
     if debug:
         checked.check_copy(call)
     choose(problem, backend, "").implementation.copy_blocks(call)
 
 
-def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    top = torch.maximum(lse_a, lse_b)
-    base = torch.where(top == -torch.inf, 0, top)
-    weight_a, weight_b = torch.exp(lse_a - base), torch.exp(lse_b - base)  # [T, H], at most 1
+def _merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, debug: bool = False
+) -> tuple[Tensor, Tensor]:
+    out, lse = _fake_merge_states(out_a, lse_a, out_b, lse_b)
+    call = MergeCall(out_a, lse_a, out_b, lse_b, out, lse)
+    if debug:
+        checked.check_merge(call)
+    if out.device.type == "cpu" and "cpu" in registry.names() and registry.probe("cpu").available:
+        cast(MergesStates, registry.load("cpu")).merge_states(call)
+    else:
+        _merge(call)
+    return out, lse
+
+
+def _merge(call: MergeCall) -> None:
+    """`merge_states` in torch, on any device."""
+    logs, empty = (call.lse_a, call.lse_b), (call.lse_a.isinf(), call.lse_b.isinf())  # [T, H]
+    log_a, log_b = (torch.where(nothing, -torch.inf, lse) for nothing, lse in zip(empty, logs, strict=True))
+    base = torch.maximum(log_a, log_b)
+    base = torch.where(base == -torch.inf, 0, base)
+    weight_a, weight_b = torch.exp(log_a - base), torch.exp(log_b - base)  # at most 1
     total = weight_a + weight_b
-    share_a, share_b = weight_a / total, weight_b / total
-    a = torch.where(lse_a[..., None] == -torch.inf, 0, share_a[..., None] * out_a)
-    b = torch.where(lse_b[..., None] == -torch.inf, 0, share_b[..., None] * out_b)
-    return (a + b).to(out_a.dtype), base + torch.log(total)
+    mixed = call.out_a * (weight_a / total)[..., None] + call.out_b * (weight_b / total)[..., None]
+    only_a, only_b = empty[1] & ~log_a.isnan(), empty[0] & ~log_b.isnan()
+    result = torch.where(only_b[..., None], call.out_b, mixed.to(call.out.dtype))
+    result = torch.where(only_a[..., None], call.out_a, result)
+    call.out.copy_(torch.where((only_a & only_b)[..., None], 0, result))
+    call.lse.copy_(base + torch.log(total))
 
 
-def _fake_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, debug: bool = False
+) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
-def _scales(vector: Tensor | None, number: float, cache: Tensor) -> Tensor | None:
-    """The scale of each KV head, float32 [G], for a quantized cache."""
-    if vector is not None or cache.dtype not in QUANTIZED:
+def _scales(name: str, vector: Tensor | None, number: float, cache: Tensor, debug: bool) -> Tensor | None:
+    """The scale of each KV head, float32 [G], for a quantized cache. Those of the caller are checked where it is
+    cheap, and on a GPU, which it makes the host wait for, to debug."""
+    if vector is not None:
+        if debug or vector.is_cpu:
+            checked.check_scale(name, vector)
         return vector
+    if cache.dtype not in QUANTIZED:
+        return None
     if cache.is_cuda and torch.cuda.is_current_stream_capturing():  # memory of a graph must not outlive it in the cache
-        return torch.full((cache.shape[2],), number, device=cache.device)
+        return torch.full((cache.shape[2],), number, dtype=torch.float32, device=cache.device)
     return _constant(cache.shape[2], number, cache.device)
 
 
 @lru_cache(maxsize=256)
 def _constant(length: int, number: float, device: torch.device) -> Tensor:
     return torch.full((length,), number, dtype=torch.float32, device=device)
+
+
+def _long(ids: Tensor) -> Tensor:
+    return ids if ids.dtype == torch.int64 else ids.long()
 
 
 def _refuse_overlap(name: str, written: Tensor, names: tuple[str, ...], others: tuple[Tensor, ...]) -> None:
@@ -243,5 +279,5 @@ for _name, _kernel, _fake in (
     ("copy_blocks", _copy_blocks, _nothing),
     ("merge_states", _merge_states, _fake_merge_states),
 ):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _library.impl(_name, safe_after_fork(_kernel), "CompositeExplicitAutograd")
     torch.library.register_fake(f"pagedkern::{_name}", _fake, lib=_library)

@@ -1,5 +1,9 @@
 """The errors that pagedkern raises. Each says which argument is at fault, what was given and what is accepted."""
 
+from __future__ import annotations
+
+import typing
+
 
 class PagedKernError(Exception):
     """Base of every error raised on purpose by pagedkern."""
@@ -26,7 +30,18 @@ class BackendUnavailable(PagedKernError, RuntimeError):
 
 
 class OutOfBlocks(PagedKernError, RuntimeError):
-    """The pool has too few free blocks for the whole operation. Nothing was changed."""
+    """The pool has too few free blocks for the whole operation. Nothing was changed.
+
+    Attributes:
+        request: the `Request` that has no room, if `Scheduler.schedule` raised this; else None.
+    """
+
+    def __init__(self, *args: object, request: typing.Any = None) -> None:
+        super().__init__(*args)
+        self.request = request
+
+    def __reduce__(self) -> tuple[typing.Any, ...]:
+        return type(self), self.args  # the request belongs to its scheduler: it does not go to other processes
 
 
 class StaleSequence(PagedKernError, RuntimeError):

@@ -19,6 +19,7 @@ from pagedkern import _operators
 from pagedkern._arguments import ArrayLike
 from pagedkern._choice import Choice, choose, encode_config
 from pagedkern.backends.base import Config
+from pagedkern.backends.forked import new_empty
 from pagedkern.errors import InvalidType
 
 __all__ = ["Choice", "copy_blocks", "explain", "merge_states", "paged_attention", "write_kv"]
@@ -115,14 +116,16 @@ def paged_attention(
         sliding_window: number of tokens seen, the query's own included, >= 1.
         softcap: scores become `softcap * tanh(score / softcap)`, > 0 (Gemma 2, arXiv:2408.00118).
         alibi_slopes: float32 [H], adds `slope * (key position - query position)` (ALiBi, arXiv:2108.12409).
-        sinks: float32 [H], a score without a value that joins each softmax (gpt-oss, arXiv:2508.10925).
-        k_scale, v_scale: of a quantized cache: a positive number or float32 [G]; None is 1.
+        sinks: float32 [H], a score without a value that joins each softmax (gpt-oss, arXiv:2508.10925). -inf is as
+            no sink, +inf gives out = 0 and lse = +inf, NaN gives NaN in every row of that head.
+        k_scale, v_scale: of a quantized cache: a positive number (of Python or NumPy, or a tensor without dimensions),
+            or float32 [G] or [1]; None is 1. Numbers in a tensor are checked on a CPU, elsewhere with `debug`.
         out: [T, H, E] in q's dtype to write into; None allocates it.
         return_lse: also return the natural logarithm of the softmax denominator, float32 [T, H].
         backend: a name from `pagedkern.backends()`, or "auto": the tuned choice, else the first that supports the
             problem.
         config: the backend's parameters, a config object or a mapping of its fields; None is tuned or default.
-        debug: also check block ids, lengths and offsets on the device (synchronises): `BlockIndexError` names the
+        debug: also check block ids, lengths, offsets and scales on the device (synchronises): the error names the
             place.
 
     Returns:
@@ -142,10 +145,10 @@ def paged_attention(
     query, values = arguments[0], arguments[2]
     expected = (query.shape[0], query.shape[1], values.shape[3])
     if out is None:
-        result = query.new_empty(expected)
+        result = new_empty(query, expected, query.dtype)
     else:
         result = check.output("out", out, expected, "[num_tokens, num_heads, head_dim_v]", query.dtype, query)
-    lse = query.new_empty(expected[:2], dtype=torch.float32) if return_lse else None
+    lse = new_empty(query, expected[:2], torch.float32) if return_lse else None
     torch.ops.pagedkern.attention.default(*arguments, debug, result, lse)
     return result if lse is None else (result, lse)
 
@@ -284,10 +287,10 @@ def write_kv(
     Args:
         k, v: [T, G, D] and [T, G, E], float32, float16 or bfloat16 (both the same), last dimension contiguous.
         k_cache, v_cache: [N, B, G, D] and [N, B, G, E], as in `paged_attention`; written in place.
-        slot_mapping: int64 [T], `block * B + offset` of each token; -1 writes nothing.
-        k_scale, v_scale: of a quantized cache: a positive number or float32 [G]; None is 1.
+        slot_mapping: int64 or int32 [T], `block * B + offset` of each token; -1 writes nothing.
+        k_scale, v_scale: of a quantized cache, as in `paged_attention`.
         backend: a name from `pagedkern.backends()`, or "auto".
-        debug: also check the slots on the device (synchronises).
+        debug: also check slots and scales on the device (synchronises).
 
     Raises:
         InvalidArgument (InvalidType): an argument that is not accepted; nothing was written.
@@ -304,7 +307,7 @@ def write_kv(
         check.device(name, new, keys.device, "k_cache")
         check.shape(name, new, (tokens, cache.shape[2], cache.shape[3]), f"[num_tokens, num_kv_heads, {last}]")
         check.last_contiguous(name, new)
-    slots = check.index_vector("slot_mapping", slot_mapping, tokens, "[num_tokens]", keys, "k_cache", torch.int64)
+    slots = check.index_vector("slot_mapping", slot_mapping, tokens, "[num_tokens]", keys, "k_cache", *check.INDICES)
     k_scales, k_number = check.scale("k_scale", k_scale, keys)
     v_scales, v_number = check.scale("v_scale", v_scale, values)
     check.flag("debug", debug)
@@ -326,7 +329,7 @@ def copy_blocks(
     Args:
         caches: tensors of any dtype with blocks in the first dimension, such as the k_cache and v_cache of every
             layer; any strides; written in place.
-        src_blocks, dst_blocks: int64 [n] on the caches' device. A destination may not occur twice.
+        src_blocks, dst_blocks: int64 or int32 [n] on the caches' device. A destination may not occur twice.
         backend: a name from `pagedkern.backends()`, or "auto".
         debug: also check the ids on the device (synchronises).
 
@@ -343,27 +346,37 @@ def copy_blocks(
         checked.append(check.tensor(f"caches[{i}]", cache, None, "[num_blocks, ...]", write=True))
         check.device(f"caches[{i}]", checked[i], checked[0].device, "caches[0]")
     like = checked[0] if checked else check.tensor("src_blocks", src_blocks, 1, "[n]")
-    src = check.index_vector("src_blocks", src_blocks, None, "[n]", like, "caches[0]", torch.int64)
-    dst = check.index_vector("dst_blocks", dst_blocks, src.shape[0], "[n]", like, "caches[0]", torch.int64)
+    src = check.index_vector("src_blocks", src_blocks, None, "[n]", like, "caches[0]", *check.INDICES)
+    dst = check.index_vector("dst_blocks", dst_blocks, src.shape[0], "[n]", like, "caches[0]", *check.INDICES)
     check.flag("debug", debug)
     name = check.backend_name(backend)
     if checked:
         torch.ops.pagedkern.copy_blocks.default(checked, src, dst, name, debug)
 
 
-def merge_states(out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike) -> tuple[Tensor, Tensor]:
+def merge_states(
+    out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike, *, debug: bool = False
+) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys from the attention over each: exact, also where one or both saw nothing.
 
     With weights `exp(lse - log(exp(lse_a) + exp(lse_b)))` the merged output is the weighted sum of the two (as in
-    cascade inference and flash-decoding). A side whose lse is -inf contributes nothing, whatever its output holds. If a
-    sink was given, give it to one side only.
+    cascade inference and flash-decoding). If a sink was given, give it to one side only.
+
+    A side whose lse is -inf has seen nothing: the result is the other side, to the bit, whatever the output of the
+    empty one holds. If both are empty, out is 0 and lse -inf. FlashAttention 2 marks such rows with +inf, which is
+    taken for the same (so what a sink of +inf gave cannot be merged), and refused with `debug`. A NaN in an lse gives
+    NaN.
 
     Args:
         out_a, out_b: [T, H, E], the same float dtype.
-        lse_a, lse_b: float32 [T, H], natural logarithms.
+        lse_a, lse_b: float32 [T, H], natural logarithms; -inf or +inf where nothing was seen.
+        debug: refuse an lse of +inf (synchronises): if it is not another library's mark, it is a sum that overflowed.
 
     Returns:
         (out, lse): [T, H, E] in the dtype of out_a, float32 [T, H].
+
+    Raises:
+        InvalidArgument (InvalidType): an argument that is not accepted.
     """
     first = check.tensor("out_a", out_a, 3, "[num_tokens, num_heads, head_dim_v]")
     check.dtype("out_a", first, *check.FLOATS)
@@ -378,5 +391,5 @@ def merge_states(out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: Ar
         check.device(name, lse, first.device, "out_a")
         check.shape(name, lse, tuple(first.shape[:2]), "[num_tokens, num_heads]")
         logs.append(lse)
-    out, lse = torch.ops.pagedkern.merge_states(first, logs[0], second, logs[1])
+    out, lse = torch.ops.pagedkern.merge_states.default(first, logs[0], second, logs[1], check.flag("debug", debug))
     return out, lse

@@ -12,6 +12,9 @@ score that takes part in the softmax but has no value):
 
     s_j = scale * <q, k_j>;   s_j = softcap * tanh(s_j / softcap);   s_j += slope * (j - p)
     lse = log(sum of exp(s_j) + exp(sink));   out = sum of exp(s_j - lse) * v_j
+
+exp(-inf) is 0, and a sink of +inf takes everything: out = 0, lse = +inf. A row whose scores are all -inf is like one
+that sees nothing. NaN in a score or a sink gives NaN.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ def paged_attention(
     sink = torch.full((num_heads,), -INF, dtype=torch.float64) if sinks is None else exact(sinks)
 
     out = torch.zeros(num_tokens, num_heads, v_cache.shape[3], dtype=torch.float64)
+    out[:, sink.isnan()] = math.nan
     lse = sink.repeat(num_tokens, 1)  # what a row that sees nothing keeps
     for part in sequences(
         k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, causal, sliding_window, k_scale, v_scale
@@ -96,10 +100,11 @@ def attend_row(
         s = softcap * torch.tanh(s / softcap)
     s = s + slopes[:, None] * distance
     m = torch.maximum(s.amax(dim=1), sink)
-    weight = torch.exp(s - m[:, None])
-    total = weight.sum(dim=1) + torch.exp(sink - m)
-    out = torch.einsum("gmn,nge->gme", weight.view(*q.shape[:2], -1), v).reshape(num_heads, -1) / total[:, None]
-    return out, m + torch.log(total)
+    base = torch.where(m == -INF, 0, m)
+    weight = torch.exp(s - base[:, None])
+    total = weight.sum(dim=1) + torch.where(sink == INF, 1, torch.exp(sink - base))
+    out = torch.einsum("gmn,nge->gme", weight.view(*q.shape[:2], -1), v).reshape(num_heads, -1)
+    return out / torch.where(total == 0, 1, total)[:, None], m + torch.log(total)
 
 
 def visible(position: int, seq_len: int, causal: bool, sliding_window: int | None) -> range:
@@ -227,13 +232,16 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from the attention over each, in float64: out [T, H, E], lse [T, H]."""
-    lse = torch.logaddexp(exact(lse_a), exact(lse_b))
+    """Attention over two disjoint sets of keys from the attention over each, in float64: out [T, H, E], lse [T, H].
+
+    An infinite lse, of either sign, marks a side that has seen nothing.
+    """
+    logs = [torch.where(exact(x) == INF, -INF, exact(x)) for x in (lse_a, lse_b)]
+    lse = torch.logaddexp(*logs)
     out = torch.zeros(out_a.shape, dtype=torch.float64)
-    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
-        saw = exact(part_lse) > -INF
-        weight = torch.exp(exact(part_lse) - lse)[..., None]
-        out += torch.where(saw[..., None], weight * exact(part), 0.0)
+    for part, log in zip((out_a, out_b), logs, strict=True):
+        weight = torch.exp(log - lse)[..., None]
+        out += torch.where((log == -INF)[..., None], 0.0, weight * exact(part))
     return out, lse
 
 

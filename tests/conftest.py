@@ -7,7 +7,9 @@ as FUZZ_EXAMPLES says (2,000 if unset).
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread 
     os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 emulation.set_up()  # before torch, triton or numba are imported
+# Kernels are compiled once, not anew in every run and for every folder of a test.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "kernels"))
 
 _slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 _fuzz = int(os.environ.get("FUZZ_EXAMPLES", "2000"))
@@ -36,6 +40,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.together import Together
 
     return Together(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The compilers that made code for real GPUs, from the property "compiled by" of tests that have passed."""
+    passed = terminalreporter.stats.get("passed", [])
+    tests = Counter(value for report in passed for name, value in report.user_properties if name == "compiled by")
+    if tests:
+        named = ", ".join(f"{compiler} ({tests[compiler]} tests)" for compiler in sorted(tests))
+        terminalreporter.write_line(f"kernels for real GPUs were compiled by {named}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from pagedkern import BlockAllocator, BlockIndexError, InvalidArgument, InvalidType, KVCache
-from pagedkern.scheduler import Scheduler
+from pagedkern.cache import StepInputs
+from pagedkern.scheduler import Batch, Scheduler
 
 
 @dataclass
@@ -163,8 +165,100 @@ def test_inputs_of_a_step() -> None:
     first, last = one.block_ids
     assert inputs.slot_mapping.tolist() == [*range(4 * first, 4 * first + 4), 4 * last, 4 * two.block_ids[0]]
     allocator.commit(step)
+    assert inputs.positions.tolist() == [0, 1, 2, 3, 4, 0]
+    assert (inputs.token_ids, inputs.logits_rows) == (None, None), "which a step does not know"
     nothing = cache.inputs(allocator.append([]))
-    assert [tuple(x.shape) for x in nothing if isinstance(x, torch.Tensor)] == [(0, 0), (0,), (1,), (0,)]
+    assert [tuple(x.shape) for x in nothing[:5] if isinstance(x, torch.Tensor)] == [(0, 0), (0,), (1,), (0,)]
+    assert (nothing.positions.dtype, nothing.positions.shape) == (torch.int64, (0,))
+
+
+LONG = ("slot_mapping", "token_ids", "positions", "logits_rows")  # int64, whether or not they are empty
+SHORT = ("block_table", "seq_lens", "cu_seqlens_q")  # int32
+
+
+def check_inputs(inputs: StepInputs, batch: Batch) -> None:
+    """Everything that a batch says, as tensors of the right dtype."""
+    for name in (*LONG, *SHORT):
+        array = getattr(inputs, name)
+        assert array.dtype == (torch.int64 if name in LONG else torch.int32), name
+        assert array.tolist() == getattr(batch, name).tolist(), name
+    assert inputs.max_seqlen_q == batch.max_seqlen_q
+    embedding, logits = torch.arange(100.0), torch.randn(batch.num_tokens, 7)
+    assert embedding[inputs.token_ids].tolist() == list(batch.token_ids)
+    assert logits[inputs.logits_rows].shape == (len(batch.outputs), 7)
+
+
+def test_inputs_of_a_batch_without_tokens_or_outputs() -> None:
+    """A chunk of a prompt, after which nothing is drawn; a batch that only moves blocks; and none at all."""
+    cache = make()
+    scheduler = Scheduler(BlockAllocator(6, 4), token_budget=4)
+    nothing = scheduler.schedule()
+    check_inputs(cache.inputs(nothing), nothing)
+    assert nothing.num_seqs == 0
+    scheduler.complete(nothing, [])
+    scheduler.add(range(10, 20), max_tokens=2)
+    chunk = scheduler.schedule()
+    assert (chunk.num_tokens, len(chunk.outputs)) == (4, 0)
+    inputs = cache.inputs(chunk)
+    check_inputs(inputs, chunk)
+    assert inputs.token_ids.tolist() == [10, 11, 12, 13]
+    assert inputs.logits_rows.tolist() == []
+    scheduler.complete(chunk, [])
+    second = scheduler.schedule()
+    assert cache.inputs(second).positions.tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("policy", ["swap", "recompute"])
+def test_inputs_of_random_batches(seed: int, policy: str) -> None:
+    """Mixed ones, chunks, samples of one prompt, preempted and resumed ones, and those that only move."""
+    rng = random.Random(seed)
+    cache = KVCache(1, 12, 4, 1, 8, dtype=torch.float32, device="cpu", num_host_blocks=14)
+    allocator = BlockAllocator(12, 4, num_host_blocks=14)
+    scheduler = Scheduler(allocator, policy=policy, token_budget=rng.choice([3, 9, 20]))
+    for i in range(8):
+        prompt = [rng.randrange(100) for _ in range(rng.randint(2, 12))]
+        scheduler.add(prompt, max_tokens=rng.randint(6, 14), n=1 + i % 2)
+    while scheduler.has_work:
+        batch = scheduler.schedule()
+        cache.apply(batch)
+        inputs = cache.inputs(batch)
+        check_inputs(inputs, batch)
+        for step in batch.steps:
+            whole = cache.inputs(step)
+            assert whole.positions.tolist() in (
+                inputs.positions[: step.num_tokens].tolist(),
+                inputs.positions[batch.num_tokens - step.num_tokens :].tolist(),
+            )
+        scheduler.complete(batch, [rng.randrange(100) for _ in batch.outputs])
+
+
+def test_inputs_of_batches_that_only_move() -> None:
+    cache = make()
+    scheduler = Scheduler(BlockAllocator(6, 4, num_host_blocks=3), policy="swap")
+    for start in (10, 50):
+        scheduler.add(range(start, start + 10), max_tokens=12)
+    only_moves = 0
+    while scheduler.has_work:
+        batch = scheduler.schedule()
+        cache.apply(batch)
+        check_inputs(cache.inputs(batch), batch)
+        only_moves += bool(batch.moves) and not batch.num_tokens
+        scheduler.complete(batch, [7] * len(batch.outputs))
+    assert only_moves == 2
+
+
+def test_inputs_go_to_the_device_of_the_cache() -> None:
+    cache = KVCache(1, 6, 4, 1, 8, dtype=torch.float32, device="meta")
+    scheduler = Scheduler(BlockAllocator(6, 4), token_budget=9)
+    scheduler.add(range(7), max_tokens=2)
+    for batch in (Scheduler(BlockAllocator(6, 4)).schedule(), scheduler.schedule()):
+        inputs = cache.inputs(batch)
+        for name in (*LONG, *SHORT):
+            array = getattr(inputs, name)
+            assert array.device.type == "meta"
+            assert array.dtype == (torch.int64 if name in LONG else torch.int32)
+        assert inputs.token_ids.shape == inputs.positions.shape == inputs.slot_mapping.shape == (batch.num_tokens,)
 
 
 def test_made_in_inference_mode_and_written_outside() -> None:
@@ -212,6 +306,25 @@ def handmade(**fields: object) -> SimpleNamespace:
     return SimpleNamespace(**{**step, "max_seqlen_q": 1, "slot_mapping": array("q", [4]), **fields})
 
 
+def test_positions_of_a_handmade_step() -> None:
+    """Padding rows, more queries than tokens, and tokens of no sequence stand at 0; other orders do not matter."""
+    table = array("i", [0, 1, 2, 3])
+    step = handmade(
+        block_table=table,
+        seq_lens=array("i", [0, 9, 2, 5]),
+        cu_seqlens_q=array("i", [0, 1, 4, 8, 8]),
+        max_seqlen_q=4,
+        slot_mapping=array("q", [-1, 4, 5, 6, -1, -1, 7, 8, -1, -1]),
+        token_ids=array("q", range(10)),
+        logits_rows=array("q", [7, 3]),
+    )
+    inputs = make().inputs(step)
+    assert inputs.positions.tolist() == [0, 6, 7, 8, 0, 0, 0, 1, 0, 0]
+    assert (inputs.token_ids.tolist(), inputs.logits_rows.tolist()) == ([*range(10)], [7, 3])
+    padded = handmade(seq_lens=array("i", [0]), slot_mapping=array("q", [-1]))
+    assert make().inputs(padded).positions.tolist() == [0]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
@@ -225,6 +338,14 @@ def handmade(**fields: object) -> SimpleNamespace:
         ("cu_seqlens_q", None, "step: cu_seqlens_q: got NoneType"),
         ("slot_mapping", array("i", [4]), "step: slot_mapping: got a buffer of format 'i'.* of int64"),
         ("slot_mapping", memoryview(array("q", [4, 5, 6]))[::2], "step: slot_mapping: got a strided buffer"),
+        ("cu_seqlens_q", array("i", [0, 1, 1]), "step: cu_seqlens_q: got 3 entries for 1 sequences, expected 2"),
+        ("cu_seqlens_q", array("i", [1, 1]), r"step: cu_seqlens_q: got \[1, 1\], expected prefix sums from 0"),
+        ("cu_seqlens_q", array("i", [0, -1]), r"step: cu_seqlens_q: got \[0, -1\], expected prefix sums from 0"),
+        ("cu_seqlens_q", array("i", [0, 2]), r"step: cu_seqlens_q: got \[0, 2\], expected .* at most 1, the slots"),
+        ("token_ids", array("q", [1, 2]), "step: token_ids: got 2, expected one for each of 1 slots"),
+        ("token_ids", [1], "step: token_ids: got list"),
+        ("token_ids", array("i", [1]), "step: token_ids: got a buffer of format 'i'.* of int64"),
+        ("logits_rows", torch.tensor([0]), "step: logits_rows: got Tensor"),
     ],
 )
 def test_a_handmade_step_of_other_arrays(field: str, value: object, words: str) -> None:

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pagedkern"
 OPTIONAL = ("numpy", "torch", "triton", "cupy", "numba", "transformers", "rich", "filelock", "platformdirs")
 
-# Which parts a part may import, besides itself. Everything may import `errors`; nothing may import upwards.
+# Which parts a part may import, besides itself and `environment`, which imports nothing. Nothing may import upwards.
+# fmt: off
 ALLOWED: dict[str, set[str]] = {
     "__init__": {
         "errors",
@@ -28,30 +29,35 @@ ALLOWED: dict[str, set[str]] = {
         "ops",
     },  # for static types; at run time on first use only
     "errors": set(),
+    "environment": set(),
     "abi": {"errors"},
     "allocator": {"errors", "abi"},
     "scheduler": {"errors", "abi", "allocator"},
     "backends.base": {"errors", "abi"},
     "backends.checked": {"errors", "abi", "backends.base"},
+    "backends.forked": set(),
     "backends": {"errors", "backends.base"},
-    "_arguments": {"errors", "abi"},
+    "_arguments": {"errors", "abi", "backends.base"},
     "autotune.store": {"errors", "abi", "backends.base"},
     "_choice": {"errors", "backends", "backends.base", "autotune.store"},
-    "_operators": {"errors", "abi", "_arguments", "_choice", "backends.base", "backends.checked"},
-    "ops": {"errors", "abi", "_arguments", "_choice", "_operators", "backends", "backends.base"},
-    "cache": {"errors", "abi", "_arguments", "ops"},
+    "_operators": {
+        "errors", "abi", "_arguments", "_choice", "backends", "backends.base", "backends.checked", "backends.forked",
+    },
+    "ops": {"errors", "abi", "_arguments", "_choice", "_operators", "backends", "backends.base", "backends.forked"},
+    "cache": {"errors", "abi", "_arguments", "ops", "backends.forked"},
     "autotune": {"errors", "abi", "ops", "_choice", "cache", "backends", "backends.base", "autotune.store", "__init__"},
     "gpucheck": {"__init__", "errors", "cache", "ops", "backends", "autotune", "autotune.store"},
     "integrations": {"__init__", "errors", "abi", "allocator", "scheduler", "cache", "ops", "backends"},
 }
-SHARED_BY_BACKENDS = {"errors", "abi", "backends.base", "backends.checked"}
+# fmt: on
+SHARED_BY_BACKENDS = {"errors", "abi", "backends.base", "backends.checked", "backends.forked"}
 
 
 def part_of(module: str) -> str:
     """The part of the library that a module belongs to: the longest of the names above that begins its dotted name."""
     name = module.removeprefix("pagedkern").removeprefix(".") or "__init__"
     pieces = name.split(".")
-    if pieces[0] == "backends" and len(pieces) > 1 and pieces[1] not in ("base", "checked"):
+    if pieces[0] == "backends" and len(pieces) > 1 and pieces[1] not in ("base", "checked", "forked"):
         return ".".join(pieces[:2])
     for length in range(len(pieces), 0, -1):
         if ".".join(pieces[:length]) in ALLOWED:
@@ -85,7 +91,7 @@ def library_files() -> list[tuple[str, Path]]:
 @pytest.mark.parametrize(("name", "path"), library_files(), ids=[name for name, _ in library_files()])
 def test_imports_run_downward(name: str, path: Path) -> None:
     part = part_of(name)
-    allowed = ALLOWED.get(part, SHARED_BY_BACKENDS) | {part}
+    allowed = ALLOWED.get(part, SHARED_BY_BACKENDS) | {part, "environment"}
     wrong = {target for target in imports_of(path) if part_of(target) not in allowed}
     assert not wrong, f"{name} (part {part}) imports {sorted(wrong)}, accepted are {sorted(allowed)}"
 
@@ -158,6 +164,13 @@ def test_allocator_and_abi_need_the_standard_library_only() -> None:
         "print(sequence.num_tokens, len(sequence.block_ids))\n"
     )
     assert python(code, blocked=OPTIONAL).split() == ["6", "2"]
+
+
+def test_environment_needs_the_standard_library_only() -> None:
+    names = [name for name, _ in library_files() if part_of(name) == "environment"]
+    assert len(names) > 5
+    code = f"import {', '.join(names)}\nprint(pagedkern.environment.limits.threads() >= 1)"
+    assert python(code, blocked=OPTIONAL).split() == ["True"]
 
 
 @pytest.mark.parametrize("order", ["import pagedkern.backends", "import pagedkern.ops", "pass"])

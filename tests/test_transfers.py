@@ -299,6 +299,10 @@ class DeviceEngine(Engine):
         with nothing_waits(self.cache.device):
             self.cache.apply(batch)
             inputs = self.cache.inputs(batch)
+        for name in ("token_ids", "positions", "logits_rows"):
+            array = getattr(inputs, name)
+            assert (array.device, array.dtype) == (self.cache.device, torch.int64)
+            assert array.tolist() == getattr(batch, name).tolist()
         self.delay()
         texts = [values_of([*s.request.prompt, *s.tokens]) for s, _, _ in batch.rows]
         new = [v % SMALL for (_, start, end), text in zip(batch.rows, texts, strict=True) for v in text[start:end]]

@@ -106,6 +106,18 @@ def lower_bound(values: Iterable[float], error_rate: float) -> float:
     return bound
 
 
+def interval(values: Iterable[float], error_rate: float) -> tuple[float, float]:
+    """Bounds of the median that the values are drawn around, which it leaves with a chance of `error_rate` at most.
+
+    Too few values for that are given twice the room that the least and the greatest of them take.
+    """
+    ordered = sorted(values)
+    middle = median(ordered)
+    low = lower_bound(ordered, error_rate / 2)
+    high = -lower_bound([-value for value in ordered], error_rate / 2)
+    return low or middle - 2 * (middle - ordered[0]), high or middle + 2 * (ordered[-1] - middle)
+
+
 def rounds_needed(comparisons: int) -> int:
     """The least number of rounds that can decide anything among so many comparisons."""
     return math.ceil(math.log2(max(1, comparisons) / ERROR_RATE))

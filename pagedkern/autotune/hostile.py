@@ -16,6 +16,7 @@ from torch import Tensor
 from pagedkern.autotune.space import Workload
 
 GARBAGE = 2**31 - 1  # block id in unused table entries
+AT_ONCE = 1 << 19  # scores that the truth is computed for in one go, or those of one KV head
 WINDOW = 21  # tokens, of the hostile batch: shorter than some of its lengths, no multiple of a block size
 
 
@@ -53,13 +54,19 @@ def dense(
         hidden = keys_at > position  # [R, 1, L]
         if sliding_window is not None:
             hidden |= keys_at <= position - sliding_window
-        for h in range(num_kv_heads if length else 0):
-            heads = slice(h * group, (h + 1) * group)
-            keys, values = (x[i, :length, h].to(dtype) * scale for x in (k, v))  # [L, D]
-            score = q[rows, heads].to(dtype) @ keys.T * head_dim**-0.5  # [R, H/G, L]
+        together = max(1, AT_ONCE // max(1, count * group * length))  # KV heads
+        for h in range(0, num_kv_heads if length else 0, together):
+            some = slice(h, min(h + together, num_kv_heads))
+            heads = slice(h * group, some.stop * group)
+            keys, values = (x[i, :length, some].to(dtype).transpose(0, 1) * scale for x in (k, v))  # [h, L, D]
+            queries = q[rows, heads].to(dtype).unflatten(1, (-1, group)).permute(1, 0, 2, 3)  # [h, R, H/G, D]
+            score = queries.flatten(1, 2) @ keys.transpose(1, 2)  # [h, R * H/G, L]
+            score = score.mul_(head_dim**-0.5).unflatten(1, (count, group))
             score = score if softcap is None else softcap * (score / softcap).tanh()
-            weights = score.masked_fill(hidden, -math.inf).softmax(-1)
-            out[rows, heads] = weights.nan_to_num(0.0) @ values
+            weights = score.masked_fill_(hidden, -math.inf).softmax(-1)
+            weights = weights.nan_to_num_(0.0) if count > length else weights  # a row that sees nothing
+            found = weights.flatten(1, 2) @ values
+            out[rows, heads] = found.unflatten(1, (count, group)).permute(1, 0, 2, 3).flatten(1, 2)
     return out
 
 

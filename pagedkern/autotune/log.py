@@ -24,7 +24,8 @@ class Log:
     reads: list[float] = field(default_factory=list)  # bytes per second, after each round of the finals
     products: list[float] = field(default_factory=list)  # floating-point operations per second of a matrix product
     lengths: dict[Candidate, dict[int, list[float]]] = field(default_factory=dict)  # seconds at shorter contexts
-    ended: str = ""  # why the finals ended before MAX_ROUNDS: "time" or "interrupted"
+    ended: str = ""  # why the finals ended before MAX_ROUNDS: "time", "interrupted" or "failed"
+    failure: str = ""  # what failed
     sink: Sink = lambda record, candidate: None
 
     def screen(self, candidate: Candidate, seconds: float) -> None:

@@ -18,6 +18,8 @@ terms are computed apart. With block size b, memory for B blocks, and requests o
 A request stays for o steps, so in a step `G / o` requests end and as many begin, and each resident gives n tokens:
 
     tokens per second = n G / (T + G / o * cost)
+
+Its error bar is what the errors of the two attention rates make of it, see `rating`: both slower, both faster.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import exp
+from math import exp, sqrt
+from statistics import NormalDist
 
 from pagedkern.autotune.rates import Rates
 from pagedkern.autotune.workloads import Model, Request, Traffic
@@ -33,29 +36,33 @@ from pagedkern.autotune.workloads import Model, Request, Traffic
 DRAWN = 1000  # requests that stand for a workload
 SEED = 1
 WATERMARK = 0.01  # share of the blocks that an engine keeps free when it admits: the scheduler's advice
+USUAL_BLOCK_SIZE = 16  # what engines take who do not tune
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one block size comes to, its three terms apart."""
+    """What an engine gets out of a GPU's memory and time with one block size."""
 
-    block_size: int
-    num_blocks: int  # that the memory holds
-    blocks: float  # that a request alone holds, mean over its steps
-    concurrency: float  # sequences in memory, n for each request
-    step_seconds: float  # of a step that only decodes
-    attention_seconds: float  # of that
-    request_seconds: float  # prompt, copies and swaps of one request
-    prefill_seconds: float  # of that
-    copy_seconds: float
-    swap_seconds: float
-    cached_tokens: float  # of a prompt, on average, that are not computed
+    block_size: int  # tokens
+    num_blocks: int  # blocks that the memory holds
+    blocks: float  # blocks that a request alone holds, mean over its steps
+    concurrency: float  # sequences in memory at the same time (a request with n outputs counts n)
+    step_seconds: float  # one step that only decodes
+    attention_seconds: float  # attention's part of step_seconds
+    request_seconds: float  # what one request costs besides decoding: its prompt, copies and swaps
+    prefill_seconds: float  # the prompt's part of request_seconds
+    copy_seconds: float  # the part of request_seconds that copies blocks
+    swap_seconds: float  # the part of request_seconds that moves blocks to the host and back
+    cached_tokens: float  # tokens of a prompt that are found in the cache, mean
     waste: float  # share of the slots held that hold no token
-    tokens_per_second: float
+    tokens_per_second: float  # output tokens
+    low: float  # tokens_per_second with rates as low as the measurements allow (relative to other block sizes)
+    high: float  # tokens_per_second with rates as high as the measurements allow (relative to other block sizes)
 
     @property
-    def seconds_per_token(self) -> float:
-        return 1 / self.tokens_per_second
+    def error(self) -> float:
+        """Half the error bar of tokens per second, as a share."""
+        return (self.high - self.low) / 2 / self.tokens_per_second
 
 
 def score(
@@ -74,6 +81,11 @@ def score(
     return found
 
 
+def unusual(block_size: int) -> tuple[float, int]:
+    """How far a block size is from the usual one; a key to sort by."""
+    return max(block_size, USUAL_BLOCK_SIZE) / min(block_size, USUAL_BLOCK_SIZE), block_size
+
+
 def best(scores: Sequence[Score]) -> Score | None:
     """The score with the most tokens per second; of equals the smallest block."""
     return max(scores, key=lambda s: (s.tokens_per_second, -s.block_size), default=None)
@@ -82,34 +94,43 @@ def best(scores: Sequence[Score]) -> Score | None:
 def _score(traffic: Traffic, model: Model, rates: Rates, num_blocks: int, b: int, requests: Sequence[Request]) -> Score:
     n, count = traffic.samples, len(requests)
     output = sum(r.output for r in requests) / count
-    held = _Held(traffic, requests, b)
+    held = Held(traffic, requests, b)
     residents, blocks = held.residents(num_blocks)
     decoding = residents * (1 - 1 / output)
-    context = sum(_sum_reads(model, r) for r in requests) / (count * output)
+    context = sum(sum_reads(model, r) for r in requests) / (count * output)
     attention = rates.attention_seconds(model, b, n * decoding * context)
     step = rates.weights_seconds(model) + n * decoding * rates.token_seconds(model) + attention
     cached = held.cached(requests, residents)
-    prefill = 0.0
-    for r, hit in zip(requests, cached, strict=True):
-        prefill += (r.prompt - hit) * rates.token_seconds(model)
-        prefill += rates.prefill_seconds(model, b, model.pairs(int(hit), r.prompt))
-    prefill /= count
+    tokens = sum(r.prompt - hit for r, hit in zip(requests, cached, strict=True)) / count
+    pairs = sum(model.pairs(int(hit), r.prompt) for r, hit in zip(requests, cached, strict=True)) / count
+    seen = rates.prefill_seconds(model, b, pairs)
+    prefill = tokens * rates.token_seconds(model) + seen
     copy = sum(_copies(traffic, r, b) for r in requests) / count * rates.copy_seconds(model, b)
     swap = held.swapped_blocks(num_blocks) * rates.swap_seconds(model, b)
     cost = prefill + copy + swap
+    speed = rates.speeds[b]
+    reading = attention - model.num_layers * speed.call_seconds
+
+    def tokens_per_second(side: int) -> float:
+        """-1: with rates that are lower by their errors, 1: higher."""
+        read = reading / (1 + side * speed.kv_error) - reading
+        multiplied = seen / (1 + side * speed.prefill_error) - seen
+        return n * residents / (step + read + residents / output * (cost + multiplied))
+
     return Score(
         block_size=b, num_blocks=num_blocks, blocks=blocks, concurrency=n * residents, step_seconds=step,
         attention_seconds=attention, request_seconds=cost, prefill_seconds=prefill, copy_seconds=copy,
         swap_seconds=swap, cached_tokens=sum(cached) / count, waste=held.waste,
-        tokens_per_second=n * residents / (step + residents / output * cost),
+        tokens_per_second=tokens_per_second(0), low=tokens_per_second(-1), high=tokens_per_second(1),
     )  # fmt: skip
 
 
-class _Held:
+class Held:
     """Blocks that requests of a workload hold at one block size, means over steps: long outputs count for more."""
 
     def __init__(self, traffic: Traffic, requests: Sequence[Request], b: int) -> None:
         self._traffic, self._b = traffic, b
+        self._fit: dict[int, tuple[float, float]] = {}
         n, count = traffic.samples, len(requests)
         self._steps = sum(r.output for r in requests)
         private = _beam_blocks(traffic, b) if traffic.beam else _sample_blocks(n, b)
@@ -118,6 +139,9 @@ class _Held:
         self.waste = 1 - min(1.0, tokens / (b * self._blocks))
         prompts = [-(-r.prompt // b) for r in requests]
         self._idle = sum(p * p for p in prompts) / (2 * sum(prompts))
+        sizes = [(r.prompt + r.output / 2, r.output) for r in requests]  # while it decodes, and for how many steps
+        mean = sum(size * steps for size, steps in sizes) / self._steps
+        self._variance = sum(size * size * steps for size, steps in sizes) / self._steps / mean**2 - 1
         self._growth = n * self._steps / count / b
         self._newcomer = sum(r.prompt // b + n * (1 if r.prompt % b or n > 1 else 0) for r in requests) / count
         by_length = sorted((r.shared // b, r.output) for r in requests if r.shared >= b)
@@ -135,13 +159,30 @@ class _Held:
 
         One at least: it is let in when nobody else runs, whatever is idle.
         """
-        room = num_blocks * (1 - WATERMARK) - self._idle
-        high = self._traffic.concurrency / self._traffic.samples
+        if num_blocks not in self._fit:
+            self._fit[num_blocks] = self._residents(num_blocks)
+        return self._fit[num_blocks]
+
+    def _residents(self, num_blocks: int) -> tuple[float, float]:
+        room, high = self._room(num_blocks), self._limit
         low = min(1.0, high)
         for _ in range(60 if self._total(high) > room else 0):
             middle = (low + high) / 2
             low, high = (middle, high) if self._total(middle) <= room else (low, middle)
         return high, self._total(high) / high
+
+    def residents_below(self, most: float, num_blocks: int) -> float:
+        """Requests that are resident on average if no more than `most` may be, as a scheduler is told.
+
+        How many fit comes and goes with their sizes: taken as normal around the mean, with the variance of a sum of as
+        many independent sizes. The mean of the lesser of the two is what remains.
+        """
+        fit, _ = self.residents(num_blocks)
+        spread = sqrt(fit * max(0.0, self._variance))
+        if self._total(self._limit) <= self._room(num_blocks) or spread == 0:  # memory is not what bounds them
+            return min(most, fit)
+        normal = NormalDist(fit, spread)
+        return max(min(1.0, most), fit - spread * spread * normal.pdf(most) + (most - fit) * (1 - normal.cdf(most)))
 
     def swapped_blocks(self, num_blocks: int) -> float:
         """Blocks that are swapped out and in again for each request that ends.
@@ -167,6 +208,14 @@ class _Held:
             hit += (end - start) * (1 - exp(-per_family * share))
             hits[end] = hit * self._b
         return [min(hits[r.shared // self._b], r.prompt - 1) for r in requests]
+
+    def _room(self, num_blocks: int) -> float:
+        return num_blocks * (1 - WATERMARK) - self._idle
+
+    @property
+    def _limit(self) -> float:
+        """Requests that the workload runs at a time at the most."""
+        return self._traffic.concurrency / self._traffic.samples
 
     def _total(self, residents: float) -> float:
         families = self._traffic.families
@@ -252,7 +301,7 @@ def _sum_tokens(traffic: Traffic, r: Request) -> float:
     return (1 if traffic.beam else traffic.samples) * own + r.output * r.prompt
 
 
-def _sum_reads(model: Model, r: Request) -> float:
+def sum_reads(model: Model, r: Request) -> float:
     """Tokens that one sequence of the request reads, summed over its steps."""
     if model.sliding_window is None or r.prompt + r.output <= model.sliding_window:
         return r.output * (r.prompt + (r.output - 1) / 2)

@@ -1,6 +1,6 @@
 """What is kept of a machine: its rates for shapes of models, and the choices of kernels. As JSON, stored and shipped.
 
-A profile is made from the measurements of a run (`rates_of`), or distilled from records (`distil`). The files in
+A profile is made from the measurements of a run (`rating.rates_of`), or distilled from records (`distil`). The files in
 `profiles/` are distilled from `autotune/records/`; a test makes them anew and compares.
 """
 
@@ -9,22 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
 from pagedkern.autotune.decision import Verdict, decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.rates import Rates, Speed
+from pagedkern.autotune.rating import rates_of
 from pagedkern.autotune.records import Recorded
-from pagedkern.autotune.space import Candidate, Space, Workload
+from pagedkern.autotune.space import Space, Workload
 from pagedkern.autotune.store import Key, Tuned, entry
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import profiles as stored
 from pagedkern.autotune.workloads import Model
 from pagedkern.backends.base import ITEMSIZE
 
-LINK = 25e9  # bytes per second between a GPU and its host: what PCIe 4.0 x16 carries in practice, of 32e9
 DIGITS = 4  # of numbers that are kept: more would be noise
+UNKNOWN_ERROR = 0.02  # of rates that do not say theirs, as those of version 0.1.0
+
+__all__ = ["Profile", "Shape", "choices_of", "distil", "from_json", "rates_of", "to_json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,57 +73,6 @@ class Shape:
         kinds = 100 * (self.dtype != other.dtype) + 50 * (self.kv_dtype != other.kv_dtype)
         rest = 0.2 * (self.softcap != other.softcap) + 0.1 * (self.windows != other.windows)
         return kinds + 2 * sizes[0] + sizes[1] + rest
-
-
-def rates_of(spaces: Sequence[Space], logs: Sequence[Log], picks: Sequence[Mapping[int, Candidate]]) -> Rates | None:
-    """The rates of a machine from the times of what was picked at each block size of each problem.
-
-    Of several decode problems, for layers with and without a window, the first counts, and so of prefill: the rates are
-    those of bytes and operations, of which a window leaves fewer.
-
-    None without a decode problem, without a plain read, or if nothing was picked.
-    """
-    decode, prefill = (
-        next((i for i, space in enumerate(spaces) if space.workload.kind == kind), None)
-        for kind in ("decode", "prefill")
-    )
-    reads = [value for log in logs for value in log.reads]
-    if decode is None or not reads:
-        return None
-    workload, log = spaces[decode].workload, logs[decode]
-    call = _call_seconds(spaces[decode], log)
-    speeds = {}
-    for block_size, pick in sorted(picks[decode].items()):
-        seconds = log.paired_seconds(pick, spaces[decode].baseline)
-        if seconds is None:
-            continue
-        flops, backend, config = 0.0, "", "{}"
-        if prefill is not None and (other := picks[prefill].get(block_size)):
-            taken = logs[prefill].paired_seconds(other, spaces[prefill].baseline)
-            flops = spaces[prefill].workload.flops / taken if taken else 0.0
-            backend, config = other.backend, other.config
-        rate = workload.kv_bytes / max(seconds - call, seconds / 2)
-        speeds[block_size] = Speed(rate, call, flops, pick.backend, pick.config, backend, config)
-    if not speeds:
-        return None
-    read = median(reads)
-    products = [value for log in logs for value in log.products]
-    compute = median(products) if products else max(s.prefill_flops for s in speeds.values()) or read
-    return Rates(read, compute, read / 2 if workload.device == "cpu" else LINK, speeds)
-
-
-def _call_seconds(space: Space, log: Log) -> float:
-    """What a call costs however little it reads: where the line through the times at two lengths meets nothing."""
-    found = []
-    for contexts in log.lengths.values():
-        full, part = max(contexts), min(contexts)
-        if full > part:
-            read, lens = space.workload.tokens_read, space.workload.seq_lens
-            tokens = [sum(read(min(n, context)) for n in lens) for context in (part, full)]
-            times = [median(contexts[context]) for context in (part, full)]
-            if tokens[1] > tokens[0]:  # a short window reads as much of both
-                found.append(times[0] - tokens[0] * (times[1] - times[0]) / (tokens[1] - tokens[0]))
-    return max(0.0, min(found, default=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +123,15 @@ def from_json(document: Mapping[str, Any]) -> Profile:
         raise ValueError("a dtype that is none")
     speeds = {}
     for block_size, fields in document["speeds"].items():
-        speed = Speed(**fields)
+        speed = Speed(**{"kv_error": UNKNOWN_ERROR, "prefill_error": UNKNOWN_ERROR, **fields})
         for name in ("backend", "config", "prefill_backend", "prefill_config"):
             if not isinstance(getattr(speed, name), str):
                 raise ValueError(f"{name} is no text")
         _positive(speed.kv_bytes_per_second)
-        for value in (speed.call_seconds, speed.prefill_flops):
+        for value in (speed.call_seconds, speed.prefill_flops, speed.kv_error, speed.prefill_error):
             _positive(value, zero=True)
+        if max(speed.kv_error, speed.prefill_error) >= 1:
+            raise ValueError("an error of all that there is")
         if not 0 < int(block_size) < 1 << 20:
             raise ValueError(f"block size {block_size}")
         speeds[int(block_size)] = speed

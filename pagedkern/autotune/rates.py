@@ -19,6 +19,8 @@ class Speed:
     config: str = "{}"  # of decode, the fields as JSON
     prefill_backend: str = ""
     prefill_config: str = "{}"
+    kv_error: float = 0.0  # of `kv_bytes_per_second` against that of other block sizes: half an interval, as a share
+    prefill_error: float = 0.0  # of `prefill_flops`, likewise
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from pagedkern.autotune.log import Log, Record, Sink
 from pagedkern.autotune.space import Candidate, Space, Workload
 from pagedkern.autotune.store import device as machine
 from pagedkern.backends.base import ITEMSIZE
+from pagedkern.environment import folders, notices
 from pagedkern.errors import InvalidArgument
 
 FORMAT = 2
@@ -59,7 +60,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, recorded: Recorded) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folders.make(path.parent)
         self.path, owner = _claim(path)
         for left in self.path.parent.glob(f".{escape(self.path.name)}.*"):  # by a run that was killed
             left.unlink(missing_ok=True)
@@ -68,7 +69,8 @@ class Journal:
             self._file, aside = owner, self.path
         else:
             self._file = aside.open("w", encoding="utf-8")
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            with suppress(OSError):  # no locks here: `_claim` has said so
+                fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             self._file.writelines(json.dumps(r, allow_nan=False) + "\n" for r in _lines(recorded))
             self._file.flush()
@@ -125,6 +127,10 @@ def _claim(path: Path) -> tuple[Path, IO[str]]:
             path = path.with_name(f"{path.stem}-{os.getpid()}{path.suffix}")
         except FileNotFoundError:  # gone in between
             pass
+        except OSError as error:
+            why = notices.reason(error)
+            notices.warn_once(("lock", path), f"{path} cannot be locked ({why}): going on without a lock")
+            return path, file
         file.close()
 
 

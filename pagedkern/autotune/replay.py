@@ -7,12 +7,14 @@ candidate with the least recorded time at each block size. The difference in tok
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pagedkern.autotune.advice import advise
 from pagedkern.autotune.decision import Verdict, decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.objective import Score, best, score
-from pagedkern.autotune.profile import rates_of
+from pagedkern.autotune.rating import rates_of
 from pagedkern.autotune.records import Recorded
 from pagedkern.autotune.search import search
 from pagedkern.autotune.space import Candidate, Space
@@ -22,41 +24,66 @@ from pagedkern.autotune.workloads import Model, Traffic
 class Replayed:
     """A runner that gives back what was recorded, round by round, on a clock that goes by it.
 
-    Times recorded in one round stay together: the n-th sample of a candidate is that of the n-th round it was in. They
-    come round again when there are no more.
+    Times recorded in one round stay together: a round begins when a candidate is asked for again that was in the last
+    one, and all that are in it get what was recorded in the same one. They come round again when there are no more.
     """
 
     def __init__(self, space: Space, log: Log) -> None:
         self._log = log
-        self._times: dict[Candidate, list[float]] = {}
+        self._rounds = [times for times in (*log.heats, *log.finals) if times]
+        self._first: dict[Candidate, float] = {}
         for candidate in space.candidates:
-            rounds = [times[candidate] for times in (*log.heats, *log.finals) if candidate in times]
-            first = [log.screened[candidate]] if candidate in log.screened else []
-            self._times[candidate] = [*first, *rounds]
-        self._turn: Counter[Candidate | str] = Counter()
+            times = [log.screened.get(candidate), *(times.get(candidate) for times in self._rounds)]
+            if known := [seconds for seconds in times if seconds is not None]:
+                self._first[candidate] = known[0]
+        self._round, self._asked = 0, set[Candidate]()
+        self._turn: Counter[object] = Counter()
         self.now = 0.0
 
     def clock(self) -> float:
         return self.now
 
+    def open(self) -> None:
+        """Nothing is to be made."""
+
+    def end_at(self, seconds: float) -> None:
+        """What was recorded takes as long as it took."""
+
+    def lay_out(self, block_size: int) -> None:
+        """Nothing is to be laid out."""
+
+    def compile_ahead(self, candidates: Sequence[Candidate], seconds: float) -> Mapping[Candidate, str]:
+        """Nothing is to be compiled."""
+        return {}
+
     def prepare(self, candidate: Candidate) -> None:
         """Nothing is to be compiled."""
 
     def check(self, candidate: Candidate) -> str | None:
-        times = self._times[candidate]
-        if not times:
+        if candidate not in self._first:
             return self._log.left_out.get(candidate, "not recorded")
-        self.now += times[0]
+        self.now += self._first[candidate]
         return None
 
     def sample(self, candidate: Candidate, repeats: int, context: int | None = None) -> float:
-        times = self._times[candidate]
-        if context is not None and (recorded := self._log.lengths.get(candidate, {}).get(context)):
-            times = recorded
-        seconds = times[self._turn[candidate] % len(times)]
-        self._turn[candidate] += 1
+        lengths = self._log.lengths.get(candidate, {}).get(context, []) if context is not None else []
+        if lengths:
+            self._turn[candidate] += 1
+            seconds = lengths[(self._turn[candidate] - 1) % len(lengths)]
+        else:
+            seconds = self._in_round(candidate)
         self.now += repeats * seconds
         return seconds
+
+    def _in_round(self, candidate: Candidate) -> float:
+        if candidate in self._asked:
+            self._asked.clear()
+            self._round += 1
+        self._asked.add(candidate)
+        for i in range(len(self._rounds)):  # the next one that it was in
+            if candidate in (times := self._rounds[(self._round + i) % len(self._rounds)]):
+                return times[candidate]
+        return self._first[candidate]
 
     def read_bandwidth(self) -> float:
         return self._next("read", self._log.reads)
@@ -117,11 +144,11 @@ def regret(searched: Searched, traffic: Traffic, model: Model, memory: int) -> R
     ideal = rates_of(recorded.spaces, recorded.logs, optima)
     if found is None or true is None or ideal is None:
         return None
-    chosen = best(score(traffic, model, found, memory))
+    advice = advise(score(traffic, model, found, memory))
     optimum = best(score(traffic, model, ideal, memory))
-    if chosen is None or optimum is None:
+    if advice is None or optimum is None:
         return None
-    (valued,) = score(traffic, model, true, memory, [chosen.block_size])
+    (valued,) = score(traffic, model, true, memory, [advice.score.block_size])
     return Regret(traffic.name, valued, optimum)
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import pagedkern.backends as registry
+from pagedkern.autotune.objective import unusual
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.workloads import Model, causal_pairs
 from pagedkern.backends.base import ITEMSIZE, Problem
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)  # tokens
-USUAL_BLOCK_SIZE = 16  # what engines take who do not tune: the yardstick of the table
-COLD = 2  # caches of a block size rotate over memory of this many times the last-level cache, in two copies at least
+COLD = 2  # what is timed rotates over memory of this many times the last-level cache, in two copies at least
 MAX_COPIES = 64
 MEMORY_SHARE = 0.3  # of the free memory, that the tensors of one problem may take
 
@@ -117,7 +117,7 @@ class Space:
     @property
     def baseline(self) -> Candidate:
         """The yardstick of the whole table: the untuned choice at the usual block size, or at the one nearest to it."""
-        return self.untuned(min(self.block_sizes, key=_unusual))
+        return self.untuned(min(self.block_sizes, key=unusual))
 
 
 def problems_of(model: Model, device: str, **sizes: int | None) -> list[Workload]:
@@ -149,7 +149,9 @@ def workloads(
     shape = Workload("", device, dtype, kv_dtype or dtype, *heads, 1, 1, 1, softcap=softcap)
     context = context or (4093 if large else 2003)
     prompt = prompt or (2039 if large else 509)
-    room = MEMORY_SHARE * machine.free_memory(device) / (2 * num_block_sizes + 2)  # two copies for each block size
+    room = (
+        MEMORY_SHARE * machine.free_memory(device) / (num_block_sizes + 4)
+    )  # a copy each, contiguous K and V, two timed
     fit = max(1, int(room / (context * shape.problem(1).kv_bytes)))
     seqs = num_seqs or min(fit, 32 if large else max(4, min(64, 2 * machine.cpu_threads())))
     decode = replace(shape, kind="decode", num_seqs=seqs, context=context)
@@ -162,27 +164,46 @@ def copies(device: str, kv_bytes: int) -> int:
     return min(MAX_COPIES, max(2, math.ceil(COLD * machine.last_level_cache(device) / max(1, kv_bytes))))
 
 
+def region_tokens(workload: Workload, block_sizes: Iterable[int]) -> int:
+    """Tokens that one copy of a workload takes in memory that is cut into blocks of any of these sizes: whole blocks
+    for each sequence, wherever it begins. No list as long as the batch is made for it."""
+    w = workload
+    tokens = _tokens(w)
+    most = 0
+    for b in block_sizes:
+        rounded = min(w.num_seqs * -(-w.context // b) * b, tokens + w.num_seqs * b)
+        most = max(most, rounded + b)
+    return most
+
+
+def _tokens(workload: Workload) -> int:
+    """About how many tokens a workload holds, no fewer than it does: lengths fall from `context` to three quarters of
+    it, or all are `context`."""
+    w = workload
+    tokens = w.num_seqs * w.context
+    return tokens - (0 if w.query_len == w.context else w.context * (w.num_seqs - 1) // 8 - w.num_seqs)
+
+
 def memory(workload: Workload, block_sizes: Iterable[int]) -> int:
     """Bytes that `measure.Bench` takes at its peak, nearly. No list as long as the batch is made for it.
 
     It counts the contiguous K and V, the rows of q, out and the float64 truth, and the largest of: random numbers in
-    the making, the scores of a KV head of a sequence in float64, the caches of all block sizes with their tables.
+    the making, the scores of a KV head of a sequence in float64, and what is laid out: one copy at each block size for
+    the checks, and those that are timed, which all block sizes share.
     """
-    w = workload
+    w, sizes = workload, list(block_sizes)
     token = w.problem(1).kv_bytes
-    # Lengths fall from `context` to three quarters of it, or all are `context`: the sum, without a list of them.
-    tokens = w.num_seqs * w.context
-    tokens -= 0 if w.query_len == w.context else w.context * (w.num_seqs - 1) // 8 - w.num_seqs
+    tokens = _tokens(w)
     num_copies = copies(w.device, tokens * token)
     dense = w.num_seqs * w.context * token
     made = 12 * w.num_seqs * w.context * w.num_kv_heads * w.head_dim  # float32, of K or of V: drawn, scaled, rounded
     rows = w.num_seqs * w.query_len * w.num_heads * w.head_dim * (2 * ITEMSIZE[w.dtype] + 3 * 8)
     scores = 3 * 8 * w.query_len * (w.num_heads // w.num_kv_heads) * w.context
-    caches = 0
-    for block_size in block_sizes:
+    caches = num_copies * region_tokens(w, sizes) * token
+    for block_size in sizes:
         width = -(-w.context // block_size)
         blocks = min(w.num_seqs * width, tokens // block_size + w.num_seqs)
-        caches += (num_copies * blocks + 1) * block_size * token + 4 * num_copies * w.num_seqs * width
+        caches += (blocks + 1) * block_size * token + 4 * (num_copies + 1) * w.num_seqs * width
     return dense + rows + max(made, scores, caches)
 
 
@@ -214,7 +235,7 @@ def candidates(workload: Workload, block_sizes: Iterable[int], backends: Sequenc
     """
     found: list[tuple[int, Candidate]] = []
     refused: dict[str, list[int]] = {}
-    for block_size in sorted(set(block_sizes), key=_unusual):
+    for block_size in sorted(set(block_sizes), key=unusual):
         problem = workload.problem(block_size)
         untuned = _untuned(problem)
         for rank, name in enumerate([untuned, *(b for b in backends if b != untuned)] if untuned else []):
@@ -229,11 +250,6 @@ def candidates(workload: Workload, block_sizes: Iterable[int], backends: Sequenc
     found.sort(key=lambda pair: pair[0])
     why = tuple(f"block size {', '.join(map(str, sizes))}: {reason}" for reason, sizes in refused.items())
     return Space(workload, tuple(candidate for _, candidate in found), why)
-
-
-def _unusual(block_size: int) -> tuple[float, int]:
-    """How far a block size is from the usual one; a key to sort by."""
-    return max(block_size, USUAL_BLOCK_SIZE) / min(block_size, USUAL_BLOCK_SIZE), block_size
 
 
 def _untuned(problem: Problem) -> str | None:

@@ -1,8 +1,8 @@
 """The process that candidates run in: `python -m pagedkern.autotune.worker`, started by `isolate`.
 
 Reads commands from its standard input and writes replies to what was its standard output, each a pickled tuple behind
-its length. It ends with its parent, ignores Ctrl-C (that is the parent's to answer), and may allocate only so much more
-than the tensors of the problem took.
+its length. It ends with its parent, ignores Ctrl-C and what else asks a run to end (that is the parent's to answer).
+Candidates may allocate only so much more than the tensors of the problem took.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 LENGTH = struct.Struct("<Q")
+OWN = {"open", "lay_out", "reserve"}  # what allocates for the problem, and for no candidate
+ONCE = {"read_bandwidth", "product_rate"}  # what does so when it is first asked for
 PR_SET_PDEATHSIG = 1
 
 
@@ -40,22 +42,33 @@ def receive(stream: IO[bytes]) -> tuple[Any, ...] | None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     _end_with_parent()
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a kernel prints is no reply
+    _print_to_stderr()
     commands = sys.stdin.buffer
     bench: Any = None
+    allowance: int | None = None
+    first = set(ONCE)
     while (command := receive(commands)) is not None:
         name, *arguments = command
         try:
+            own = name in OWN or name in first
+            first.discard(name)
+            if own:
+                _allow(None)
             if name == "open":
+                first = set(ONCE)
                 bench = None  # the tensors of the last problem go before those of the next come
-                bench = _open(*arguments)
-                send(replies, ("ok", None))
-                continue
-            call: Callable[..., object] = getattr(bench, name)
-            result = call(*arguments)
+                *given, allowance = arguments
+                bench = _open(*given)
+                result: object = None
+            else:
+                call: Callable[..., object] = getattr(bench, name)
+                result = call(*arguments)
+            if own:
+                _allow(allowance)
             if bench.workload.device == "cuda":
                 _check_gpu()
             send(replies, ("ok", result))
@@ -70,18 +83,32 @@ class _Broken(Exception):
     """Nothing can be run in this process any more."""
 
 
-def _open(space: Any, seed: int, locations: dict[str, str], allowance: int | None) -> Any:
+def _open(space: Any, seed: int, locations: dict[str, str]) -> Any:
     import pagedkern.backends as registry
     from pagedkern.autotune.measure import Bench
 
     registry._LOCATIONS.update(locations)  # backends that were registered while the parent ran
-    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    bench = Bench(space, seed)
-    bench.read_bandwidth()
-    bench.product_rate()
-    if allowance is not None and (taken := _private_bytes()) is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + allowance, resource.RLIM_INFINITY))
-    return bench
+    return Bench(space, seed)
+
+
+def _allow(allowance: int | None) -> None:
+    """Bound what may be allocated beyond what there is; None: nothing is bounded."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    taken = None if allowance is None else _private_bytes()
+    limit = most if taken is None or allowance is None else taken + allowance
+    if most != resource.RLIM_INFINITY:
+        limit = min(limit, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+
+
+def _print_to_stderr() -> None:
+    """What a kernel prints is no reply. Where there is no standard error, it goes nowhere."""
+    try:
+        os.dup2(2, 1)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):
+            os.dup2(nowhere, descriptor)
 
 
 def _private_bytes() -> int | None:

@@ -62,6 +62,9 @@ class Problem:
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 """Bytes of one element, for each dtype that a cache may have."""
 
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""What the scale of a quantized cache may be: the positive normal numbers of float32."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -120,7 +123,7 @@ class AttentionCall:
     sliding_window: int | None  # tokens seen, the query's own included; >= 1
     softcap: float | None  # > 0
     alibi_slopes: Tensor | None  # float32 [H]
-    sinks: Tensor | None  # float32 [H]
+    sinks: Tensor | None  # float32 [H]: +inf takes all, -inf is as none, NaN makes every row of the head NaN
     k_scale: Tensor | None  # float32 [G]; given exactly when the cache is quantized
     v_scale: Tensor | None  # float32 [G]
     out: Tensor  # [T, H, E], dtype of q, last dimension contiguous
@@ -151,6 +154,19 @@ class CopyCall:
     dst_blocks: Tensor  # int64 [n], no id twice
 
 
+@dataclass(slots=True)
+class MergeCall:
+    """Attention over two disjoint sets of keys, to be joined. A side whose lse is -inf or +inf has seen nothing, and
+    whatever its output holds does not count; of two such sides out is 0 and lse -inf. NaN in an lse gives NaN."""
+
+    out_a: Tensor  # [T, H, E], float32, float16 or bfloat16, any strides
+    lse_a: Tensor  # float32 [T, H], natural logarithm
+    out_b: Tensor  # as out_a
+    lse_b: Tensor  # as lse_a
+    out: Tensor  # [T, H, E], dtype of out_a, contiguous
+    lse: Tensor  # float32 [T, H], contiguous
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """Whether a backend can run on this machine."""
@@ -158,6 +174,13 @@ class Probe:
     available: bool
     reason: str  # why not (the exact missing package or driver and the command that brings it), or what it runs on
     emulated: bool = False  # runs GPU kernels on the CPU by an interpreter or simulator
+
+
+class MergesStates(Protocol):
+    """A backend with a kernel of its own for `merge_states`, which torch computes elsewhere."""
+
+    def merge_states(self, call: MergeCall) -> None:
+        """Compute what `merge_states` documents into `call.out` and `call.lse`, every element of both."""
 
 
 class Backend(Protocol):

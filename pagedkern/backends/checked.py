@@ -1,7 +1,8 @@
 """Checks of numbers that live on the device: what `debug=True` adds on every backend, at the price of a
 synchronisation.
 
-Each check raises `BlockIndexError` that names the sequence, the position and the value.
+The error names the argument, the place in it and the value: `BlockIndexError` for block ids, lengths and slots,
+`InvalidArgument` for others.
 """
 
 from __future__ import annotations
@@ -9,8 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedkern.backends.base import AttentionCall, CopyCall, WriteCall
-from pagedkern.errors import BlockIndexError
+from pagedkern.backends.base import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    AttentionCall,
+    CopyCall,
+    MergeCall,
+    WriteCall,
+)
+from pagedkern.errors import BlockIndexError, InvalidArgument
 
 
 def _first(mask: Tensor) -> list[int] | None:
@@ -89,3 +97,24 @@ def check_copy(call: CopyCall) -> None:
     order = call.dst_blocks.sort().values
     if at := _first(order[1:] == order[:-1]):
         raise BlockIndexError(f"dst_blocks: got block {int(order[at[0]])} twice, accepted is each destination once")
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    """Every scale of a quantized cache is a positive normal number. float32 [G]: few, so this is cheap on a CPU."""
+    for head, value in enumerate(scale.tolist()):
+        if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
+            raise InvalidArgument(
+                f"{name}[{head}]: got {value} for KV head {head}, expected a positive number, {SMALLEST_SCALE:.3g} .. "
+                f"{LARGEST_SCALE:.3g}"
+            )
+
+
+def check_merge(call: MergeCall) -> None:
+    """No lse is +inf, by which some libraries mark a row that has seen nothing."""
+    for name, lse in (("lse_a", call.lse_a), ("lse_b", call.lse_b)):
+        if at := _first(lse == torch.inf):
+            token, head = at
+            raise InvalidArgument(
+                f"{name}[{token}, {head}]: got inf for token {token}, head {head}, expected a number, or -inf where "
+                "nothing was seen"
+            )

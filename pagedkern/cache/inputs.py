@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from pagedkern import _arguments as check
-from pagedkern.cache.moves import Plan, host_tensor
-from pagedkern.errors import InvalidType
+from pagedkern.cache.moves import CPU, Plan, host_tensor
+from pagedkern.errors import InvalidArgument, InvalidType
 
 
 class PlannedStep(Plan, Protocol):
-    """What `inputs` describes: a `Step` of the allocator or a `Batch` of the scheduler, whose arrays are buffers."""
+    """What `inputs` describes: a `Step` of the allocator or a `Batch` of the scheduler, whose arrays are buffers.
+
+    A batch also has `token_ids`, int64 [T], and `logits_rows`, int64.
+    """
 
     @property
     def block_table(self) -> Any: ...  # int32 [S, W]
@@ -28,32 +31,67 @@ class PlannedStep(Plan, Protocol):
 
 
 class StepInputs(NamedTuple):
-    """A step's arrays on the device of the cache, named as `paged_attention` and `write_kv` name them."""
+    """A step's arrays on the device of the cache: what `paged_attention` and `write_kv` take, by the names that they
+    have there, and what the model takes."""
 
     block_table: Tensor  # int32 [S, W]
     seq_lens: Tensor  # int32 [S]
     cu_seqlens_q: Tensor  # int32 [S+1]
     max_seqlen_q: int  # most query tokens of one sequence
     slot_mapping: Tensor  # int64 [T]
+    token_ids: Tensor | None  # int64 [T], the model's input; None of a `Step`, which does not know them
+    positions: Tensor  # int64 [T], of each token in its sequence; 0 where seq_lens leave no room for one
+    logits_rows: Tensor | None  # int64, the tokens whose logits give the next ones, of a `Batch` one for each output
 
 
 def step_inputs(step: PlannedStep, device: torch.device) -> StepInputs:
     """On a CPU over the step's own buffers, else copied."""
     try:
-        arrays = [
-            host_tensor("step: slot_mapping", step.slot_mapping, torch.int64),
-            host_tensor("step: block_table", step.block_table, torch.int32, ndim=2),
-            host_tensor("step: seq_lens", step.seq_lens, torch.int32),
-            host_tensor("step: cu_seqlens_q", step.cu_seqlens_q, torch.int32),
-        ]
+        slots = host_tensor("step: slot_mapping", step.slot_mapping, torch.int64)
+        table = host_tensor("step: block_table", step.block_table, torch.int32, ndim=2)
+        lens = host_tensor("step: seq_lens", step.seq_lens, torch.int32)
+        cu = host_tensor("step: cu_seqlens_q", step.cu_seqlens_q, torch.int32)
         bound = step.max_seqlen_q
     except AttributeError as error:
         raise InvalidType(f"step: got {type(step).__name__}, accepted is a Step or Batch ({error})") from None
-    num_seqs, entries = arrays[2].numel(), arrays[1].numel()
+    num_seqs, num_tokens, entries = lens.numel(), slots.numel(), table.numel()
     if entries % num_seqs if num_seqs else entries:
         check.refuse("step: block_table", f"{entries} entries for {num_seqs} sequences", "rows of equal length")
-    slots, table, lens, cu = upload(arrays, device)
-    return StepInputs(table.view(num_seqs, -1 if num_seqs else 0), lens, cu, bound, slots)
+    ids, rows = (_known(step, name) for name in ("token_ids", "logits_rows"))
+    if ids is not None and ids.numel() != num_tokens:
+        raise InvalidArgument(f"step: token_ids: got {ids.numel()}, expected one for each of {num_tokens} slots")
+    places = _positions(lens, cu, num_tokens, bound)
+    arrays = {"slot_mapping": slots, "positions": places, "token_ids": ids, "logits_rows": rows}  # int64 comes first
+    arrays |= {"block_table": table, "seq_lens": lens, "cu_seqlens_q": cu}
+    known = {name: array for name, array in arrays.items() if array is not None}
+    placed: dict[str, Any] = dict.fromkeys(arrays) | dict(zip(known, upload(list(known.values()), device), strict=True))
+    placed["block_table"] = placed["block_table"].view(num_seqs, -1 if num_seqs else 0)
+    return StepInputs(max_seqlen_q=bound, **placed)
+
+
+def _known(step: object, name: str) -> Tensor | None:
+    """What a batch knows beyond a step, int64 on the host."""
+    buffer = getattr(step, name, None)
+    return None if buffer is None else host_tensor(f"step: {name}", buffer, torch.int64)
+
+
+def _positions(lens: Tensor, cu: Tensor, num_tokens: int, bound: int) -> Tensor:
+    """The position of each token, int64: the queries of a sequence stand at its last positions."""
+    num_seqs = lens.numel()
+    if cu.numel() != num_seqs + 1:
+        raise InvalidArgument(
+            f"step: cu_seqlens_q: got {cu.numel()} entries for {num_seqs} sequences, expected {num_seqs + 1}"
+        )
+    if bound == 1 and num_tokens == num_seqs == int(cu[-1]) and int(cu[0]) == 0:
+        return lens.long().sub_(1).clamp_(min=0)
+    counts = cu.diff()
+    if int(cu[0]) != 0 or int(cu[-1]) > num_tokens or (num_seqs and int(counts.min()) < 0):
+        raise InvalidArgument(
+            f"step: cu_seqlens_q: got {cu.tolist()}, expected prefix sums from 0 to at most {num_tokens}, the slots"
+        )
+    number = torch.arange(int(cu[-1]), device=CPU)  # of a token in the step; of sequence i, cu[i] is the first one
+    places = (number + (lens - cu[1:]).long().repeat_interleave(counts)).clamp_(min=0)
+    return places if len(places) == num_tokens else torch.nn.functional.pad(places, (0, num_tokens - len(places)))
 
 
 def upload(arrays: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -63,7 +101,7 @@ def upload(arrays: list[Tensor], device: torch.device) -> list[Tensor]:
     if device.type != "cuda":
         return [array.to(device) for array in arrays]
     sizes = [array.numel() * array.element_size() for array in arrays]
-    staging = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    staging = torch.empty(sum(sizes), dtype=torch.uint8, device=CPU, pin_memory=True)
     for piece, array in zip(staging.split(sizes), arrays, strict=True):
         piece.copy_(array.view(torch.uint8))
     return unpack(staging.to(device, non_blocking=True), arrays)

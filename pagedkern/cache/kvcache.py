@@ -9,8 +9,9 @@ from torch import Tensor
 
 from pagedkern import _arguments as check
 from pagedkern._arguments import ArrayLike
+from pagedkern.backends.forked import safe_after_fork
 from pagedkern.cache.inputs import PlannedStep, StepInputs, step_inputs, upload
-from pagedkern.cache.moves import Move, Plan, host_tensor, moves_of, same_blocks
+from pagedkern.cache.moves import CPU, Move, Plan, host_tensor, moves_of, same_blocks
 from pagedkern.cache.queues import IN, OUT, Immediate, Streams
 from pagedkern.cache.transfers import Transfers
 from pagedkern.errors import InvalidArgument, InvalidType
@@ -41,6 +42,7 @@ class KVCache:
         InvalidArgument (InvalidType): an argument that is not accepted.
     """
 
+    @safe_after_fork
     def __init__(
         self,
         num_layers: int,
@@ -94,7 +96,7 @@ class KVCache:
             return tensor.permute(0, *(axis + 1 for axis in order))
 
         pools = pool(blocks, where, False)
-        host = pool(host_blocks, torch.device("cpu"), where.type == "cuda" and host_blocks > 0)
+        host = pool(host_blocks, CPU, where.type == "cuda" and host_blocks > 0)
         k, v = map(logical, pools)
         self._layers = [(k[i], v[i]) for i in range(layers)]
         self._blocks = [x.transpose(0, 1) for x in (k, v)]  # blocks first: one copy moves all layers
@@ -201,6 +203,7 @@ class KVCache:
             f"device={self.device}, num_host_blocks={self.num_host_blocks})"
         )
 
+    @safe_after_fork
     def apply(self, *plans: Plan) -> None:
         """Carry out the moves of steps and plans, in order, on every layer.
 
@@ -259,10 +262,14 @@ class KVCache:
         else:
             self._transfers.transfer(IN, work, [~s for s in src], dst)
 
+    @safe_after_fork
     def inputs(self, step: PlannedStep) -> StepInputs:
-        """What the operations need to know of a step, as tensors: on a CPU over the step's own buffers, else copied.
+        """What the model and the operations need to know of a step, as tensors: on a CPU over the step's own buffers,
+        else copied.
 
-        The copy is made on the current stream; on a GPU it waits for nothing.
+        Empty arrays have the dtype of full ones, so a batch without tokens or outputs needs no care: `logits_rows`
+        indexes the logits, `token_ids` the embedding, `positions` is derived from the lengths. The copy is made on the
+        current stream, one for all arrays; on a GPU it waits for nothing.
 
         Raises:
             InvalidArgument: the step is of an allocator with another block size or with more blocks, or made by hand
@@ -280,5 +287,5 @@ def _tables(plans: Sequence[Plan]) -> list[Tensor]:
 
 def _reads_any(tables: list[Tensor], blocks: set[int]) -> bool:
     """Whether the kernels of steps with these tables read or write any of the blocks. Yes, if it cannot be told."""
-    ids = torch.tensor(sorted(blocks), dtype=torch.int32)
+    ids = torch.tensor(sorted(blocks), dtype=torch.int32, device=CPU)
     return not tables or any(bool(torch.isin(table, ids).any()) for table in tables)

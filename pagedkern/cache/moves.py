@@ -11,6 +11,8 @@ from torch import Tensor
 from pagedkern import _arguments as check
 from pagedkern.errors import BlockIndexError, InvalidType
 
+CPU = torch.device("cpu")  # said for each tensor of the host: what torch has for a default is the caller's
+
 
 class Plan(Protocol):
     """What `apply` carries out: a `Step` or a swap plan of the allocator, a `Batch` of the scheduler."""
@@ -116,5 +118,5 @@ def host_tensor(name: str, buffer: Any, dtype: torch.dtype, ndim: int = 1) -> Te
     if not view.c_contiguous:
         check.refuse(name, "a strided buffer", accepted)
     if not view.nbytes:
-        return torch.empty(0, dtype=dtype)  # torch refuses a buffer of nothing
+        return torch.empty(0, dtype=dtype, device=CPU)  # torch refuses a buffer of nothing
     return torch.frombuffer(view, dtype=dtype)

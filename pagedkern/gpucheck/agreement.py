@@ -76,7 +76,8 @@ def _moved(problem: Problem) -> dict[str, Any]:
     """The same call with every block elsewhere and the other memory order."""
     args = dict(problem.args)
     num_blocks = len(args["k_cache"])
-    to = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5)).to(problem.device)
+    generator = torch.Generator("cpu").manual_seed(5)
+    to = torch.randperm(num_blocks, generator=generator, device="cpu").to(problem.device)
     for name in ("k_cache", "v_cache"):
         old = args[name]
         n, size, heads, dim = old.shape
@@ -118,7 +119,9 @@ def write_kv(backend: str, device: str) -> str | None:
         k, v = (torch.randn(3, 2, 72, device=device).bfloat16() for _ in range(2))
         slots = torch.tensor([5, -1, 33], device=device)
         factors = {"k_scale": (0.25, 0.5), "v_scale": (2.0, 0.125)} if "k_scale" in problem.args else {}
-        scales: dict[str, Any] = {name: torch.tensor(values, device=device) for name, values in factors.items()}
+        scales: dict[str, Any] = {
+            name: torch.tensor(values, dtype=torch.float32, device=device) for name, values in factors.items()
+        }
         results = []
         for name in ("reference", backend):
             caches = [problem.args[c].clone() for c in ("k_cache", "v_cache")]

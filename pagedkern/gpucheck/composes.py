@@ -33,7 +33,7 @@ def graph_replay(backend: str) -> str | None:
         with torch.cuda.graph(graph):
             _, lse = pagedkern.paged_attention(**args, out=out, return_lse=True, backend=backend)
         args["q"].copy_(args["q"].flip(0))
-        args["seq_lens"].copy_(torch.tensor([299, 17, 0]))
+        args["seq_lens"].copy_(torch.tensor([299, 17, 0], device="cpu"))
         want, want_lse = pagedkern.paged_attention(**args, return_lse=True, backend=backend)
         out.fill_(torch.nan)
         graph.replay()

@@ -122,8 +122,9 @@ class Problem:
         self._generator = torch.Generator(device).manual_seed(seed)
         widths = [-(-n // shape.block_size) for n in shape.seq_lens]
         num_blocks = sum(widths) + 1  # one that nobody owns
-        table = torch.full((len(widths), max(widths, default=0) + 1), GARBAGE, dtype=torch.int32)
-        ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+        table = torch.full((len(widths), max(widths, default=0) + 1), GARBAGE, dtype=torch.int32, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(seed)
+        ids = torch.randperm(num_blocks, generator=generator, device="cpu").to(torch.int32)
         for row, (width, start) in enumerate(zip(widths, accumulate(widths, initial=0), strict=False)):
             table[row, :width] = ids[start : start + width]
         q_dtype = getattr(torch, shape.q_dtype)
@@ -164,7 +165,7 @@ class Problem:
         return q, k, v
 
     def _random(self, *size: int) -> Tensor:
-        return torch.randn(size, generator=self._generator, device=self.device)
+        return torch.randn(size, generator=self._generator, dtype=torch.float32, device=self.device)
 
     def _cache(self, num_blocks: int, dim: int) -> Tensor:
         shape = self.shape

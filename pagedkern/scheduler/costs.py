@@ -37,10 +37,10 @@ class Costs:
             if value is None and name == "bytes_per_block":
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise InvalidType(f"{name}: got {value!r}, a number is accepted")
+                raise InvalidType(f"{name}: got {value!r}, expected a number")
             if not lowest <= value < inf or (value == 0 and name != "transfer_seconds"):
-                accepted = "0 or more" if name == "transfer_seconds" else "more than 0"
-                raise InvalidArgument(f"{name}: got {value!r}, a finite number, {accepted}, is accepted")
+                expected = "0 or more" if name == "transfer_seconds" else "more than 0"
+                raise InvalidArgument(f"{name}: got {value!r}, expected a finite number, {expected}")
 
     def swap_seconds(self, num_seqs: int, num_blocks: int, block_size: int) -> float:
         """Seconds for `num_seqs` sequences out and in again: `num_blocks` whole blocks of `block_size` tokens, however

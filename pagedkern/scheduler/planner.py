@@ -1,76 +1,126 @@
-"""Making a batch: who decodes, who makes room, who is resumed or admitted, whose prompt goes on."""
+"""Making a batch: who decodes, who makes room, whose prompt goes on."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from bisect import bisect_right
+from itertools import accumulate, islice
 
 from pagedkern.allocator import Step
 from pagedkern.errors import OutOfBlocks
+from pagedkern.scheduler.admission import can_start, fits_again, start_more
 from pagedkern.scheduler.batch import Batch, Row
-from pagedkern.scheduler.request import Request, Sample, Stage
-from pagedkern.scheduler.room import can_start, preempt, start, swap_in
+from pagedkern.scheduler.draft import Draft
+from pagedkern.scheduler.growth import blocks_needed, rows_of
+from pagedkern.scheduler.request import RUNNING, Request
+from pagedkern.scheduler.room import free_all, preempt
+from pagedkern.scheduler.standstill import Standstill, recall, resolve
 from pagedkern.scheduler.state import State
 
 
-def plain(state: State, ident: int) -> Batch | None:
+def make(state: State, ident: int) -> Batch:
+    """The next batch. Raises `OutOfBlocks` if a request has no room even alone."""
+    if state.aside:
+        recall(state)
+    draft = Draft(state, ident)
+    if not _plain(draft):
+        try:
+            with state.allocator.transaction():
+                _general(draft)
+        except Standstill as found:
+            draft = Draft(state, ident)
+            if not _gives_up(draft, found.request):
+                raise resolve(state, found) from None
+    return draft.settle()
+
+
+def _plain(draft: Draft) -> bool:
     """The common case: all that run decode, nobody can be admitted. One call of the allocator, on its fast path.
 
-    None if it is not so, or if blocks are lacking.
+    False, and nothing has happened, if it is not so, or if blocks are lacking.
     """
-    if not state.running or any(request._prefilling for request in state.running):
-        return None
-    rows = _growing(state)
-    first = state.preempted[0] if state.preempted else state.waiting[0] if state.waiting else None
-    if first is not None and len(rows) < state.token_budget and can_start(state, first):
-        return None
+    state = draft.state
+    if state.num_prefilling or not state.running:
+        return False
+    rows = rows_of(state.running, state.token_budget)
+    num_tokens = sum(end - start for _, start, end in rows)
+    first = state.line.first
+    if first is not None and num_tokens < state.token_budget and can_start(draft, first):
+        return False
+    free = state.allocator.num_free_blocks
+    if num_tokens > free and sum(blocks_needed(state, rows)) > free:
+        return False
+    return _append_if_room(draft, rows)
+
+
+def _general(draft: Draft) -> None:
+    """Any other case. To be called in a transaction of the allocator."""
+    state = draft.state
+    _grow(draft)
+    budget = state.token_budget - draft.batch.num_tokens
+    if state.num_prefilling:
+        for request in islice(state.running, draft.num_running):
+            leader = request._unfinished[0]
+            if request._prefilling and leader.seq is not None:
+                draft.prompt(request, leader.seq)
+    if not draft.batch.swapped_out and not draft.batch.dropped:
+        start_more(draft, budget)
+    if budget and (draft.prompts or draft.started):
+        _prefill(draft, budget)
+
+
+def _grow(draft: Draft) -> None:
+    """Let the samples that decode grow; while blocks are lacking, the last that runs is preempted.
+
+    Blocks on their way to the host can be used from the next batch on. If they are enough, nobody else is preempted:
+    the latest rows sit this batch out.
+    """
+    state = draft.state
+    rows = rows_of(state.running, state.token_budget)
+    needed = blocks_needed(state, rows)
+    total, coming = sum(needed), 0
+    latest = reversed(state.running)
+    while rows:
+        free = state.allocator.num_free_blocks
+        if total <= free and _append_if_room(draft, rows):
+            return
+        alone = draft.num_running == 1
+        if coming and (alone or total <= free + coming):
+            del rows[bisect_right(list(accumulate(needed)), free) :]
+            while rows and not _append_if_room(draft, rows):  # sequences outside share their last blocks
+                del rows[len(rows) // 2 :]
+            return
+        request = next(latest)
+        if alone:
+            raise Standstill(request, free)
+        while rows and rows[-1].sample.request is request:
+            rows.pop()
+            total -= needed.pop()
+        coming += preempt(draft, request)
+
+
+def _gives_up(draft: Draft, request: Request) -> bool:
+    """If a request that cannot go on would fit when computed again, it is preempted for that, and the batch has no
+    rows: foreign sequences may hold the same contents in other blocks, which it shares then.
+    """
+    if request._stage is not RUNNING or not fits_again(draft.state, request):
+        return False
+    with draft.state.allocator.transaction():
+        free_all(draft.state, request)
+    draft.stops(request)
+    draft.batch.dropped.append(request)
+    return True
+
+
+def _append_if_room(draft: Draft, rows: list[Row]) -> bool:
     try:
-        step = _append(state, rows)
+        step = _append(draft.state, rows)
     except OutOfBlocks:
-        return None
-    batch = Batch(ident)
-    _add(batch, step, rows)
-    return batch
-
-
-def general(state: State, ident: int) -> Batch:
-    """Any other case. To be called in `state.atomic`."""
-    batch = Batch(ident)
-    settled = _grow(state, batch)
-    budget = state.token_budget - batch.num_tokens
-    prefills = [request for request in state.running if request._prefilling]
-    if settled:
-        _start_more(state, batch, prefills, budget)
-    if prefills and budget:
-        _prefill(state, batch, prefills, budget)
-    if not batch.plans and not batch.dropped and (state.running or state.preempted or state.waiting):
-        _explain_standstill(state)
-    return batch
-
-
-def _growing(state: State) -> list[Row]:
-    """The rows of the samples whose prompts are computed, in the order of arrival, within the token budget.
-
-    One token each, more only where a preemption has thrown away what was generated before.
-    """
-    rows: list[Row] = []
-    budget = state.token_budget
-    for request in state.running:
-        if request._prefilling:
-            continue
-        # Shortest first: the last to write into a block that all of them share need not copy it.
-        alone = len(request.samples) == 1
-        for sample in request.samples if alone else sorted(request._unfinished, key=_computed):
-            start = sample._computed
-            count = min(sample._known - start, budget)
-            if not count:
-                return rows
-            budget -= count
-            rows.append(Row(sample, start, start + count))
-    return rows
-
-
-def _computed(sample: Sample) -> int:
-    return sample._computed
+        return False
+    batch = draft.batch
+    batch._add(step)
+    batch.rows += rows
+    batch.outputs += [sample for sample, _, end in rows if end == sample._known]
+    return True
 
 
 def _append(state: State, rows: list[Row]) -> Step:
@@ -81,91 +131,20 @@ def _append(state: State, rows: list[Row]) -> Step:
     return state.allocator.append([sample.seq for sample, _, _ in rows], texts)  # type: ignore[misc]
 
 
-def _add(batch: Batch, step: Step, rows: list[Row]) -> None:
-    batch.plans += (step,)
-    batch.rows += rows
-    batch.outputs += [sample for sample, _, end in rows if end == sample._known]
-
-
-def _grow(state: State, batch: Batch) -> bool:
-    """Let the samples that decode grow; while blocks are lacking, the last that runs is preempted.
-
-    Blocks on their way to the host can be used from the next batch on. If they are enough, nobody else is preempted:
-    the latest rows sit this batch out. False if anybody was preempted: then nobody is to be started.
-    """
-    coming = 0
-    while rows := _growing(state):
-        if _append_if_room(state, batch, rows):
-            break
-        free = state.allocator.num_free_blocks
-        if coming and (_growth(state, rows) <= free + coming or len(state.running) == 1):
-            while rows and _growth(state, rows) > free:
-                rows.pop()
-            while rows and not _append_if_room(state, batch, rows):  # copies on write need blocks too
-                rows.pop()
-            break
-        if len(state.running) == 1:
-            _explain_standstill(state)
-        coming += preempt(state, batch)
-    return not (batch.swapped_out or batch.dropped)
-
-
-def _append_if_room(state: State, batch: Batch, rows: list[Row]) -> bool:
-    if _growth(state, rows) > state.allocator.num_free_blocks:
-        return False
-    try:
-        _add(batch, _append(state, rows), rows)
-    except OutOfBlocks:
-        return False
-    return True
-
-
-def _growth(state: State, rows: list[Row]) -> int:
-    """Blocks that the rows begin, copies on write not counted."""
-    return sum(state.blocks_for(end) - state.blocks_for(start) for _, start, end in rows)
-
-
-def _start_more(state: State, batch: Batch, prefills: list[Request], budget: int) -> None:
-    """Resume and admit, in the order of arrival, as long as there is room and the token budget reaches.
-
-    What comes back from the host can be computed by this very batch if it is a prompt, and decodes from the next on.
-    """
-    budget -= sum(_left(request) for request in prefills)
-    while budget > 0:
-        request = state.preempted[0] if state.preempted else state.waiting[0] if state.waiting else None
-        if request is None or not can_start(state, request):
-            return
-        try:
-            (swap_in if request._stage is Stage.SWAPPED else start)(state, batch, request)
-        except OutOfBlocks:
-            return
-        if request._prefilling:
-            prefills.append(request)
-            budget -= _left(request)
-
-
-def _left(request: Request) -> int:
-    """Tokens of a prompt that are still to be computed."""
-    leader = request._unfinished[0]
-    return leader._known - leader._computed
-
-
-def _prefill(state: State, batch: Batch, prefills: list[Request], budget: int) -> None:
+def _prefill(draft: Draft, budget: int) -> None:
     """Compute the next tokens of the prompts, in the order of arrival. Takes no block: they have theirs already."""
-    leaders = [request._unfinished[0] for request in prefills]
-    step = state.allocator.prefill([leader.seq for leader in leaders], max_tokens=budget)  # type: ignore[misc]
-    rows = [Row(leader, leader._computed, end) for leader, end in zip(leaders, step.seq_lens, strict=False)]
-    batch.plans += (step,)
-    batch.rows += rows
-    for leader, _, end in rows:
-        if end == leader._known:
-            batch.outputs += [leader] if leader.tokens else leader.request._unfinished
-
-
-def _explain_standstill(state: State) -> NoReturn:
-    """Nothing of the scheduler's own is in the way, so somebody else's sequences are."""
-    allocator = state.allocator
-    raise OutOfBlocks(
-        f"schedule: {allocator.num_free_blocks} of {allocator.num_blocks} blocks are free and nothing can go on; "
-        f"sequences that are not the scheduler's hold the others, free some of them"
-    )
+    batch, prompts = draft.batch, draft.started
+    if draft.prompts:
+        prompts = sorted(draft.prompts + draft.started, key=lambda prompt: prompt[0].id)
+    try:
+        step = draft.state.allocator.prefill([seq for _, seq in prompts], max_tokens=budget)
+    except OutOfBlocks:  # foreign forks share blocks that are not full
+        raise Standstill((draft.prompts or prompts)[0][0], draft.state.allocator.num_free_blocks) from None
+    batch._add(step)
+    starts = step.cu_seqlens_q
+    for (request, _), end, first, last in zip(prompts, step.seq_lens, starts, starts[1:], strict=False):
+        samples = request._unfinished
+        leader = samples[0]
+        batch.rows.append(Row(leader, end - (last - first), end))
+        if end == len(request.prompt) + len(leader.tokens):
+            batch.outputs += [leader] if leader.tokens else samples

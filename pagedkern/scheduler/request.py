@@ -22,6 +22,9 @@ class Stage(enum.Enum):
     CANCELLED = "cancelled"
 
 
+WAITING, RUNNING, SWAPPED, DROPPED, FINISHED, CANCELLED = Stage  # looking into an enum takes longer
+
+
 class Sample:
     """One completion of a request's prompt. All attributes are read-only."""
 
@@ -59,8 +62,11 @@ class Request:
     """A prompt to complete. Made by `Scheduler.add`; all attributes are read-only."""
 
     __slots__ = (
+        "_ahead",
+        "_beside",
         "_prefilling",
         "_stage",
+        "_unfinished",
         "eos",
         "id",
         "max_tokens",
@@ -91,8 +97,13 @@ class Request:
         self.samples = tuple(Sample(self, i) for i in range(n))  # its completions
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.num_preemptions = 0  # how often it had to make room
-        self._stage = Stage.WAITING
+        self._stage = WAITING
+        self._unfinished = list(self.samples)  # replaced when some end, never changed in place
         self._prefilling = False  # the first unfinished sample has a sequence that is not computed to its end
+        # Was ahead when the others were forked: shares the prompt's last block, and never has to copy it.
+        self._ahead: Sample | None = None
+        # If it was ever set aside: the blocks that foreign sequences held the last time.
+        self._beside: int | None = None
 
     @property
     def state(self) -> str:
@@ -102,11 +113,7 @@ class Request:
     @property
     def ended(self) -> bool:
         """Finished or cancelled."""
-        return self._stage is Stage.FINISHED or self._stage is Stage.CANCELLED
-
-    @property
-    def _unfinished(self) -> list[Sample]:
-        return [sample for sample in self.samples if sample.finish_reason is None]
+        return self._stage is FINISHED or self._stage is CANCELLED
 
     def __repr__(self) -> str:
         return f"<Request {self.id} {self.state}: {len(self.prompt)} prompt tokens, {len(self.samples)} samples>"

@@ -8,9 +8,10 @@ from pagedkern.allocator import BlockAllocator, Verdict
 from pagedkern.allocator.arguments import MAX_TOKENS, Salt, Tokens, integer, tenant, token_ids
 from pagedkern.errors import InvalidArgument, InvalidType
 from pagedkern.scheduler import audit, outcome, planner
-from pagedkern.scheduler.batch import Batch
+from pagedkern.scheduler.batch import Batch, BatchCopy
 from pagedkern.scheduler.costs import Costs
-from pagedkern.scheduler.request import Request, Sample
+from pagedkern.scheduler.request import WAITING, Request, Sample
+from pagedkern.scheduler.standstill import returning
 from pagedkern.scheduler.state import State
 
 POLICIES = ("swap", "recompute", "auto")
@@ -41,11 +42,17 @@ class Scheduler:
     decodes from the next batch on.
 
     **Everybody finishes.** `add` refuses what could not finish alone in the whole pool. So the first that runs can
-    always go on once the others are preempted, and everything else follows by induction. This holds as long as nobody
-    else's sequences keep the blocks: then `schedule` raises `OutOfBlocks` instead of going round for ever.
+    always go on once the others are preempted, and everything else follows by induction.
 
-    **All or nothing.** A call that raises changes nothing, here or in the allocator. One batch is in flight at a time.
-    The scheduler is deterministic, belongs to the thread of its allocator, and moves no memory.
+    **Beside other sequences.** Sequences that are not the scheduler's (a pinned system prompt, say) may leave a request
+    too few blocks even when all others are preempted. `schedule` then raises `OutOfBlocks` with this request as its
+    attribute `request`, and sets it aside (`stuck`): the next call goes on with the others. The request is back at its
+    place in line as soon as foreign sequences hold fewer blocks than then, and it is tried whenever nobody else could
+    run. If all that is left is set aside, every call raises, for the first of them: free blocks, or cancel it.
+
+    **All or nothing.** A call that raises changes nothing, here or in the allocator, but that it sets a request aside.
+    One batch is in flight at a time. The scheduler is deterministic and moves no memory. It belongs to the thread of
+    its allocator: calls from another raise `WrongThread`.
 
     **Thrashing.** A watermark of the allocator of 1 % or so keeps a request from being taken up only to be preempted
     when those before it grow.
@@ -69,11 +76,11 @@ class Scheduler:
         costs: Costs | None = None,
     ) -> None:
         if not isinstance(allocator, BlockAllocator):
-            raise InvalidType(f"allocator: got {type(allocator).__name__}, a BlockAllocator is accepted")
+            raise InvalidType(f"allocator: got {type(allocator).__name__}, expected a BlockAllocator")
         if policy not in POLICIES:
-            raise InvalidArgument(f"policy: got {policy!r}, accepted is one of {', '.join(map(repr, POLICIES))}")
+            raise InvalidArgument(f"policy: got {policy!r}, expected one of {', '.join(map(repr, POLICIES))}")
         if costs is not None and not isinstance(costs, Costs):
-            raise InvalidType(f"costs: got {type(costs).__name__}, a Costs is accepted")
+            raise InvalidType(f"costs: got {type(costs).__name__}, expected a Costs")
         self._state = State(
             allocator,
             integer("token_budget", token_budget, 1),
@@ -87,19 +94,20 @@ class Scheduler:
     def can_add(self, num_tokens: int, *, max_tokens: int, n: int = 1) -> Verdict:
         """Whether a request could run: `NEVER` if `add` would refuse it, `OK` if it would be the next to start and
         there is room (what the prefix cache has is not counted), else `LATER`. The next batch takes it up then, if its
-        token budget reaches. O(requests that run).
+        token budget reaches. O(1); O(sequences + blocks that are not the scheduler's) while requests are set aside.
 
         Args:
             num_tokens: of the prompt.
             max_tokens, n: as in `add`.
         """
+        state = self._state
+        state.allocator.check_thread()
         prompt, last = integer("num_tokens", num_tokens, 1, MAX_TOKENS), integer("max_tokens", max_tokens, 1)
-        count, state = integer("n", n, 1), self._state
-        allocator = state.allocator
+        count, allocator = integer("n", n, 1), state.allocator
         verdict = allocator.can_allocate(prompt, spare_blocks=state.num_promised + count - 1)
         if self.most_blocks(prompt, max_tokens=last, n=count) > allocator.num_blocks or count > state.max_num_seqs:
             return Verdict.NEVER
-        if verdict is Verdict.OK and (state.waiting or state.preempted or state.num_seqs + count > state.max_num_seqs):
+        if verdict is Verdict.OK and (state.line or state.num_seqs + count > state.max_num_seqs or returning(state)):
             return Verdict.LATER
         return verdict
 
@@ -137,14 +145,15 @@ class Scheduler:
         Raises `InvalidArgument` for what can never run, when `can_add` gives `NEVER`: the pool has fewer blocks than it
         could need, alone and to its end, or fewer than its prompt and the watermark. O(tokens).
         """
+        state = self._state
+        state.allocator.check_thread()
         ids = token_ids("prompt", prompt)
         if not ids:
-            raise InvalidArgument("prompt: got no token, at least one is accepted")
-        state = self._state
+            raise InvalidArgument("prompt: got no token, expected at least one")
         last, count = integer("max_tokens", max_tokens, 1), integer("n", n, 1)
         ends = frozenset(token_ids("eos", eos if isinstance(eos, Iterable) else [eos]))
         if count > state.max_num_seqs:
-            raise InvalidArgument(f"n: got {count}, accepted is at most max_num_seqs, {state.max_num_seqs}")
+            raise InvalidArgument(f"n: got {count}, expected at most max_num_seqs, {state.max_num_seqs}")
         if self.can_add(len(ids), max_tokens=last, n=count) is Verdict.NEVER:
             raise InvalidArgument(
                 f"prompt: {len(ids)} tokens and max_tokens={last} for n={count} need up to "
@@ -154,22 +163,25 @@ class Scheduler:
         level, owner = integer("priority", priority, 0, 3), tenant(salt)
         request = Request(state.num_requests + 1, ids, last, count, ends, owner, level)
         state.num_requests += 1
-        state.waiting.append(request)
+        state.enter(request, WAITING)
         state.counts["requests_added"] += 1
         return request
 
     def cancel(self, request: Request) -> bool:
         """End a request now, wherever it is, also while a batch computes it: its rows then go on, and what they give is
-        passed over; its blocks are handed out again after `complete`. False if it had ended before. O(its blocks).
+        passed over; its blocks are handed out again after `complete`. False if it had ended before. O(its blocks); O(1)
+        for one that waits.
         """
+        state = self._state
+        state.allocator.check_thread()
         if not isinstance(request, Request):
-            raise InvalidType(f"request: got {type(request).__name__}, a Request is accepted")
+            raise InvalidType(f"request: got {type(request).__name__}, expected a Request")
         if request.ended:
             return False
-        state = self._state
-        if not any(request in queue for queue in (state.running, state.preempted, state.waiting)):
+        queue = state.queue_of(request)
+        if queue is None:
             raise InvalidArgument(f"request: {request.id} was made by another scheduler")
-        outcome.cancel(state, request)
+        outcome.cancel(state, request, queue)
         return True
 
     # Batches.
@@ -177,19 +189,20 @@ class Scheduler:
     def schedule(self) -> Batch:
         """The next batch. To be followed by `complete`, or by `abort` if it could not run.
 
-        Without a request it is empty. `InvalidArgument` while another batch is in flight. O(samples that run), plus
-        O(tokens) for what is admitted and O(blocks) for what is preempted.
+        Without a request it is empty. O(samples that run), sorted within each request, and for what is
+
+        - admitted or resumed: O(tokens), O(blocks);
+        - preempted: O(blocks); once for each batch O(blocks of what runs) if "auto" has to compare costs;
+        - set aside: O(sequences + blocks that are not the scheduler's) for each batch.
+
+        Raises `InvalidArgument` while another batch is in flight, `OutOfBlocks` if a request (its attribute `request`)
+        has no room even alone: it is set aside, the next call goes on with the others.
         """
         state = self._state
+        state.allocator.check_thread()
         if state.batch is not None:
             raise InvalidArgument(f"schedule: batch {state.batch.id} is in flight, complete or abort it first")
-        ident = state.num_batches + 1
-        batch = planner.plain(state, ident)
-        if batch is None:
-            with state.atomic():
-                batch = planner.general(state, ident)
-        state.num_batches, state.batch = ident, batch
-        return batch
+        return planner.make(state, state.num_batches + 1)
 
     def complete(self, batch: Batch, tokens: Iterable[int], *, stopped: Collection[int] = ()) -> list[Sample]:
         """The batch has run: its tokens count as computed, its outputs get their next tokens.
@@ -201,35 +214,34 @@ class Scheduler:
                 a stop string for example.
 
         Returns the samples that have ended, those of cancelled requests left out. Their blocks are free.
+
+        O(rows + outputs), O(blocks) for each sample that ends or is forked, O(samples) of requests of which any ends.
         """
+        self._state.allocator.check_thread()
         self._flying(batch)
         ids = token_ids("tokens", tokens)
         if len(ids) != len(batch.outputs):
-            raise InvalidArgument(
-                f"tokens: got {len(ids)} ids, {len(batch.outputs)}, one for each output, are accepted"
-            )
+            raise InvalidArgument(f"tokens: got {len(ids)} ids, expected {len(batch.outputs)}, one for each output")
         if not isinstance(stopped, Iterable):
-            raise InvalidType(
-                f"stopped: got {type(stopped).__name__}, a list of indices into batch.outputs is accepted"
-            )
+            raise InvalidType(f"stopped: got {type(stopped).__name__}, expected a list of indices into batch.outputs")
         stops = {batch.outputs[integer("stopped", i, 0, len(ids) - 1)] for i in stopped}
+        self._flying(batch)  # what iterates may have called the scheduler
         return outcome.complete(self._state, batch, ids.tolist(), stops)
 
     def abort(self, batch: Batch) -> None:
         """The batch has not run: what it was going to do is undone, as if it had not been made; but requests whose
-        blocks it gave up stay preempted. O(blocks).
+        blocks it gave up stay preempted. O(rows), O(blocks) of what was admitted, resumed or preempted.
         """
+        self._state.allocator.check_thread()
         self._flying(batch)
-        with self._state.atomic():
-            outcome.abort(self._state, batch)
+        outcome.abort(self._state, batch)
 
     # Observing.
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
-        state = self._state
-        return bool(state.running or state.preempted or state.waiting)
+        """Whether any request has not ended. O(1)."""
+        return any(self._state.queues)
 
     @property
     def allocator(self) -> BlockAllocator:
@@ -243,31 +255,51 @@ class Scheduler:
 
     @property
     def preempted(self) -> list[Request]:
-        """Requests that ran and have to wait, in the order of arrival."""
-        return list(self._state.preempted)
+        """Requests that ran and have to wait, in the order of arrival. O(requests that do not run)."""
+        return [request for request in self._not_running() if request._stage is not WAITING]
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests that have not run, in the order of arrival."""
-        return list(self._state.waiting)
+        """Requests that have not run, in the order of arrival. O(requests that do not run)."""
+        return [request for request in self._not_running() if request._stage is WAITING]
+
+    @property
+    def stuck(self) -> list[Request]:
+        """Those of `preempted` and `waiting` that are set aside, in the order of arrival: sequences that are not the
+        scheduler's leave them too few blocks, others pass them.
+        """
+        return list(self._state.aside)
 
     @property
     def stats(self) -> dict[str, int]:
-        """Counts of what has been done. `tokens_recomputed`: tokens scheduled again after preemptions."""
+        """Counts of what has been done. What an aborted batch was going to do is not counted.
+
+        `tokens_scheduled`: that completed batches have computed; `tokens_recomputed`: those of them that had been
+        computed before, and were given up.
+        """
         return dict(self._state.counts)
 
     def check(self) -> None:
         """Audit every invariant, the allocator's too. Raises `AuditError` with what is wrong. O(blocks + tokens)."""
+        self._state.allocator.check_thread()
         audit.check(self._state)
+
+    def _not_running(self) -> list[Request]:
+        state = self._state
+        if not state.aside:
+            return list(state.line)
+        return sorted((*state.line, *state.aside), key=lambda request: request.id)
 
     def _flying(self, batch: object) -> None:
         if not isinstance(batch, Batch):
-            raise InvalidType(f"batch: got {type(batch).__name__}, a Batch is accepted")
+            raise InvalidType(f"batch: got {type(batch).__name__}, expected a Batch")
+        if isinstance(batch, BatchCopy):
+            raise InvalidArgument(f"batch: got a copy of batch {batch.id}, expected the one that `schedule` returned")
         if batch is not self._state.batch:
             raise InvalidArgument(f"batch: {batch.id} is not in flight in this scheduler")
 
     def __repr__(self) -> str:
-        state = self._state
         return (
-            f"<Scheduler: {len(state.running)} running, {len(state.preempted)} preempted, {len(state.waiting)} waiting>"
+            f"<Scheduler: {len(self._state.running)} running, {len(self.preempted)} preempted, "
+            f"{len(self.waiting)} waiting>"
         )

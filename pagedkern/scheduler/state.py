@@ -1,16 +1,15 @@
-"""What a scheduler keeps: three queues in the order of arrival, and how to take changes back."""
+"""What a scheduler keeps: three queues in the order of arrival, and sums over those who run."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from bisect import bisect_left
+from collections.abc import Iterable
 
-from pagedkern.allocator import BlockAllocator
+from pagedkern.allocator import BlockAllocator, Verdict
 from pagedkern.scheduler.batch import Batch
 from pagedkern.scheduler.costs import Costs
-from pagedkern.scheduler.journal import Journal
-from pagedkern.scheduler.request import Request, Stage
+from pagedkern.scheduler.queue import Queue
+from pagedkern.scheduler.request import DROPPED, RUNNING, Request, Stage
 
 COUNTS = (
     "requests_added",
@@ -24,95 +23,118 @@ COUNTS = (
 
 
 class State:
-    """Every request that has not ended is in one queue, and all that run arrived before all that are preempted, and
-    those before all that wait: who is preempted is the last that runs, who is resumed is the first that was preempted.
+    """Every request that has not ended is in one queue. Those that run arrived before those in line, but for requests
+    that have been set aside: who is preempted is the last that runs, who starts or is resumed is the first in line.
+
+    Nothing here changes while a call can still fail: calls use the allocator in a transaction first, then change this.
     """
 
     def __init__(
         self, allocator: BlockAllocator, token_budget: int, max_num_seqs: int, policy: str, costs: Costs
     ) -> None:
         self.allocator = allocator
+        self.block_size = allocator.block_size
         self.token_budget = token_budget
         self.max_num_seqs = max_num_seqs
         self.policy = policy
         self.costs = costs
-        self.running: list[Request] = []
-        self.preempted: list[Request] = []
-        self.waiting: deque[Request] = deque()
+        self.running = Queue()
+        self.line = Queue()  # those that have been preempted, and those that have never run
+        self.aside = Queue()  # had no room even alone, beside foreign sequences: others pass them
+        self.most_beside = 0  # foreign sequences held no more blocks when any of these was set aside
         self.batch: Batch | None = None  # in flight
         self.num_batches = 0
         self.num_requests = 0
         self.counts = dict.fromkeys(COUNTS, 0)
         self.refusal = (0, 0)  # the request that had no room the last time, and the blocks that there were
-        self.journal = Journal()
+        self._watermark: int | None = None  # not asked for yet
+        # Sums over `running`.
+        self.num_seqs = 0  # sequences that they have, or will have once their prompts are computed
+        self.num_prefilling = 0  # requests whose prompts are being computed
+        self.num_promised = 0  # blocks that these need at once when they are: each sample but one a last block
 
-    @contextmanager
-    def atomic(self) -> Iterator[None]:
-        """A context for several operations: if one raises, allocator and scheduler are as they were before."""
-        counts = dict(self.counts)
-        try:
-            with self.allocator.transaction():
-                yield
-        except BaseException:
-            self.journal.rollback()
-            self.counts = counts
-            raise
-        finally:
-            self.journal.clear()
-
-    @property
-    def num_seqs(self) -> int:
-        """Sequences that the running requests have, or will have once their prompts are computed."""
-        return sum(len(request._unfinished) for request in self.running)
-
-    @property
-    def num_promised(self) -> int:
-        """Blocks that requests whose prompts are being computed need at once when they are: each sample but one a last
-        block of its own. O(requests that run).
+    def watermark(self) -> int:
+        """Blocks that the allocator's watermark keeps free, found by asking; more than are free if these are too few to
+        tell. O(log blocks), once.
         """
-        return sum(len(request._unfinished) - 1 for request in self.running if request._prefilling)
+        if self._watermark is not None:
+            return self._watermark
+        free = self.allocator.num_free_blocks
+        spare = bisect_left(range(free + 1), True, key=self._touches_watermark)  # the least that is too much
+        if spare:
+            self._watermark = free + 1 - spare
+        return free + 1 - spare
+
+    def _touches_watermark(self, spare: int) -> bool:
+        return self.allocator.can_allocate(0, spare_blocks=spare) is not Verdict.OK
+
+    @property
+    def queues(self) -> tuple[Queue, Queue, Queue]:
+        return self.running, self.line, self.aside
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.allocator.block_size)
+        return -(-num_tokens // self.block_size)
 
-    def blocks_of(self, prompt: int, lengths: list[int]) -> int:
+    def blocks_of(self, prompt: int, lengths: Iterable[int]) -> int:
         """The blocks of samples of these lengths, prompt included, that share the full blocks of their prompt."""
-        shared = prompt // self.allocator.block_size
+        shared = prompt // self.block_size
         return shared + sum(self.blocks_for(length) - shared for length in lengths)
 
+    def queue_of(self, request: Request) -> Queue | None:
+        """The queue that a request is in. O(1)."""
+        for queue in (self.line, self.running, self.aside):
+            if request in queue:
+                return queue
+        return None
+
     def enter(self, request: Request, stage: Stage) -> None:
-        """The request's place from now on. It leaves the queue that it was in; in the new one it keeps its rank."""
-        self.leave(request)
-        self.journal.set(request, "_stage", stage)
-        if stage is Stage.RUNNING:
-            self.journal.set(self, "running", sorted((*self.running, request), key=_arrival))
-        elif stage is Stage.SWAPPED or stage is Stage.DROPPED:
-            self.journal.set(self, "preempted", sorted((*self.preempted, request), key=_arrival))
-        elif stage is Stage.WAITING:
-            self.waiting.appendleft(request)
-            self.journal.append((self.waiting.popleft, ()))
+        """The request is at this stage from now on, and in the queue for it. It is in none. Amortised O(1)."""
+        request._stage = stage
+        if stage is RUNNING:
+            self.running.add(request)
+            samples = len(request._unfinished)
+            self.num_seqs += samples
+            if request._prefilling:
+                self.num_prefilling += 1
+                self.num_promised += samples - 1
+        else:
+            self.line.add(request)
 
     def leave(self, request: Request) -> None:
-        """Out of the queue that it is in."""
-        stage = request._stage
-        if stage is Stage.RUNNING:
-            self.journal.set(self, "running", [r for r in self.running if r is not request])
-        elif stage is Stage.SWAPPED or stage is Stage.DROPPED:
-            self.journal.set(self, "preempted", [r for r in self.preempted if r is not request])
-        elif stage is Stage.WAITING and request in self.waiting:
-            index = self.waiting.index(request)
-            del self.waiting[index]
-            self.journal.append((self.waiting.insert, (index, request)))
+        """Out of the queue that it is in. O(1)."""
+        if request._stage is RUNNING:
+            self.running.remove(request)
+            samples = len(request._unfinished)
+            self.num_seqs -= samples
+            if request._prefilling:
+                self.num_prefilling -= 1
+                self.num_promised -= samples - 1
+        else:
+            (self.line if request in self.line else self.aside).remove(request)
 
-    def give_up(self, request: Request) -> None:
-        """Free all that a request has in the allocator."""
-        for sample in request.samples:
-            if sample.seq is not None:
-                self.allocator.free(sample.seq)
-                self.journal.set(sample, "seq", None)
-            self.journal.set(sample, "_computed", 0)
-        self.journal.set(request, "_prefilling", False)
+    def prefilled(self, request: Request) -> None:
+        """The prompt of a request that runs is computed."""
+        request._prefilling = False
+        self.num_prefilling -= 1
+        self.num_promised -= len(request._unfinished) - 1
 
+    def end(self, request: Request, stage: Stage) -> None:
+        """The request has ended, its sequences have been freed."""
+        self.leave(request)
+        self.forget(request)
+        request._stage = stage
 
-def _arrival(request: Request) -> int:
-    return request.id
+    def lose(self, request: Request) -> None:
+        """The request is preempted, and what it has computed is given up: its sequences have been freed."""
+        self.leave(request)
+        self.forget(request)
+        request._stage = DROPPED
+        request.num_preemptions += 1
+        self.counts["preempted_by_recomputation"] += 1
+
+    @staticmethod
+    def forget(request: Request) -> None:
+        """The request's sequences have been freed. It is in no queue. O(samples)."""
+        request._prefilling, request._ahead = False, None
+        for sample in request._unfinished:
+            sample.seq, sample._computed = None, 0

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
-import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 from array import array
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import nvrtc
 from pagedkern import abi
 from tests.abi.makers import int_table
 
@@ -229,24 +231,10 @@ def test_nvcc(tmp_path: Path) -> None:
     compile_([nvcc, "-Werror", "all-warnings", f"-I{abi.include_dir()}", "-cubin", "-o", os.devnull, str(source)])
 
 
-def nvrtc() -> ctypes.CDLL:
-    """NVIDIA's run-time compiler, from its Python package or the system."""
-    spec = importlib.util.find_spec("nvidia")
-    places = [Path(p) for p in (spec.submodule_search_locations or [] if spec else [])]
-    found = [str(lib) for place in places for lib in sorted(place.glob("*/lib/libnvrtc.so*"))]
-    name = found[-1] if found else ctypes.util.find_library("nvrtc")
-    if name is None:
-        pytest.skip("no NVRTC: neither the package nvidia-cuda-nvrtc nor a libnvrtc of the system")
-    for builtins in Path(name).parent.glob("libnvrtc-builtins.so*"):  # which NVRTC of CUDA 13 does not find beside it
-        ctypes.CDLL(str(builtins))
-    return ctypes.CDLL(name)
-
-
-@pytest.mark.parametrize("standard", [b"c++11", b"c++17"])
-def test_nvrtc(standard: bytes) -> None:
-    """Compiled at run time with no header but this one: no include path is given, and there is no <stdint.h>."""
-    lib = nvrtc()
-    program = ctypes.c_void_p()
+def compiled_by_nvrtc(cuda: int, standard: bytes) -> str:
+    """The PTX. In a process of its own, where CuPy does not meet this NVRTC."""
+    nvrtc.load_builtins(cuda)
+    lib, program = nvrtc.load(cuda), ctypes.c_void_p()
     headers = (ctypes.c_char_p * 1)(abi.header_path().read_bytes())
     names = (ctypes.c_char_p * 1)(b"pagedkern_abi.h")
     assert lib.nvrtcCreateProgram(ctypes.byref(program), KERNEL, b"kernel.cu", 1, headers, names) == 0
@@ -260,5 +248,17 @@ def test_nvrtc(standard: bytes) -> None:
     assert lib.nvrtcGetPTXSize(program, ctypes.byref(size)) == 0
     ptx = ctypes.create_string_buffer(size.value)
     assert lib.nvrtcGetPTX(program, ptx) == 0
-    assert f".b8 first_key_param_0[{ctypes.sizeof(abi.BatchStruct)}]".encode() in ptx.value
-    assert f".b8 first_key_param_1[{ctypes.sizeof(abi.AttentionParamsStruct)}]".encode() in ptx.value
+    return ptx.value.decode()
+
+
+@pytest.mark.parametrize("standard", [b"c++11", b"c++17"])
+@pytest.mark.parametrize("cuda", nvrtc.PACKAGES, ids="NVRTC {}".format)
+def test_nvrtc(cuda: int, standard: bytes, record_property: Callable[[str, object], None]) -> None:
+    """Compiled at run time with no header but this one: no include path is given, and there is no <stdint.h>."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        ptx = process.submit(compiled_by_nvrtc, cuda, standard).result()
+    version = nvrtc.signature(ptx)
+    assert version.startswith(f"{cuda}.")
+    record_property("compiled by", f"NVRTC {version}")
+    assert f".b8 first_key_param_0[{ctypes.sizeof(abi.BatchStruct)}]" in ptx
+    assert f".b8 first_key_param_1[{ctypes.sizeof(abi.AttentionParamsStruct)}]" in ptx

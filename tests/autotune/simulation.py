@@ -75,15 +75,24 @@ def prompts(traffic: Traffic, count: int, seed: int) -> list[array[int]]:
 
 
 def play(
-    traffic: Traffic, model: Model, rates: Rates, memory: int, block_size: int, count: int = 400, seed: int = 0
+    traffic: Traffic,
+    model: Model,
+    rates: Rates,
+    memory: int,
+    block_size: int,
+    count: int = 400,
+    seed: int = 0,
+    token_budget: int = TOKEN_BUDGET,
+    max_num_seqs: int | None = None,
 ) -> Played:
-    """Serve `count` requests of a workload with a cache of `memory` bytes."""
+    """Serve `count` requests of a workload with a cache of `memory` bytes. None: as many sequences as it has."""
     num_blocks = memory // (block_size * model.token_bytes)
     requests = traffic.draw(count, seed)
     if traffic.beam:
         return _play_beams(traffic, model, rates, num_blocks, block_size, requests, seed)
     allocator = BlockAllocator(num_blocks, block_size, num_host_blocks=4 * num_blocks, watermark=WATERMARK)
-    scheduler = Scheduler(allocator, token_budget=TOKEN_BUDGET, max_num_seqs=traffic.concurrency, policy="swap")
+    most = max_num_seqs or traffic.concurrency
+    scheduler = Scheduler(allocator, token_budget=token_budget, max_num_seqs=most, policy="swap")
     for request, ids in zip(requests, prompts(traffic, count, seed), strict=True):
         scheduler.add(ids, max_tokens=request.output, n=traffic.samples)
     played = Played(traffic.samples * sum(r.output for r in requests) / count, count)

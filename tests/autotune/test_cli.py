@@ -17,10 +17,7 @@ import torch
 import pagedkern
 from pagedkern.autotune import store
 from pagedkern.autotune.cli import main
-from pagedkern.autotune.log import Log
-from pagedkern.autotune.space import Space, workloads
 from pagedkern.autotune.store import device
-from pagedkern.autotune.tune import Order, tune
 
 SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seqs", "2", "--context", "100", "--prompt", "40"]
 SHAPE += ["--dtype", "float32"]
@@ -196,21 +193,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated(
     message = capsys.readouterr().err
     for expected in (kind, "of memory, 17.2 GB are free", advice):
         assert expected in message
-
-
-def test_what_one_problem_leaves_the_next_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the budget only what a search reports as measured is taken: neither layout nor compilation."""
-    shares: list[float] = []
-
-    def search(space: Space, runner: object, log: Log, budget: float, *_: object, **__: object) -> float:
-        shares.append(budget)
-        return 10.0
-
-    monkeypatch.setattr("pagedkern.autotune.tune.search", search)
-    both = workloads("cpu", heads=(4, 2, 16), num_seqs=2, context=100, prompt=40)
-    run = tune(Order(both, [16], ["reference"]), make_runner=lambda *_: None)  # type: ignore[arg-type,return-value]
-    assert shares == [30.0, 50.0]
-    assert run.exit_code == 1
 
 
 HELP = """

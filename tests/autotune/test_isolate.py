@@ -9,15 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pagedkern.autotune import search as searching
+from pagedkern.autotune import entry
 from pagedkern.autotune.decision import decide
-from pagedkern.autotune.isolate import Isolated, Limits, WorkerFailed, Workers
+from pagedkern.autotune.isolate import Limits, Workers
 from pagedkern.autotune.log import Log
-from pagedkern.autotune.search import CandidateLost, search
+from pagedkern.autotune.runner import CandidateLost, RunnerFailed
+from pagedkern.autotune.search import search
 from pagedkern.autotune.space import Candidate, Space, Workload, candidates, workloads
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +106,7 @@ def test_a_hang_ends_in_time_and_is_quarantined_everywhere(add_backend: Callable
 def test_a_search_goes_on_without_what_is_lost(
     add_backend: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(searching, "HOPELESS", math.inf)  # so that it stays in the race, however busy the machine
+    monkeypatch.setattr(entry, "TOO_SLOW", math.inf)  # so that it stays in the race, however busy the machine
     add_backend("later", "HangsLater")
     space = candidates(small(), [16], ["later"])
     lost = tiles(space, "later")[128]
@@ -141,10 +143,14 @@ def test_a_backend_that_is_lost_again_and_again_is_left_alone(
 
 def test_a_worker_that_cannot_lay_out_says_why(workers: Workers) -> None:
     space = candidates(small(), [16], ["reference"])
-    broken = Space(space.workload, (Candidate(16, "reference", "{}"), Candidate(0, "reference", "{}")), ())
-    with pytest.raises(WorkerFailed, match="the worker that measures: ZeroDivisionError"):
-        workers.runner(broken, 0)
-    assert isinstance(workers.runner(space, 0), Isolated)
+    runner = workers.runner(space, 0)
+    with pytest.raises(CandidateLost, match="block size 0 cannot be laid out: ZeroDivisionError"):
+        runner.lay_out(0)
+    assert runner.check(next(c for c in space.candidates if c.backend == "reference")) is None
+    broken = Space(replace(space.workload, kind="prefill", query_len=-1), space.candidates, ())
+    with pytest.raises(RunnerFailed, match="the worker that measures: "):
+        workers.runner(broken, 0).open()
+    workers.runner(space, 0).open()
 
 
 PARENT = """
@@ -153,7 +159,7 @@ from pagedkern.autotune.isolate import Workers
 from tests.autotune.test_isolate import small
 from pagedkern.autotune.space import candidates
 workers = Workers()
-workers.runner(candidates(small(), [16], ["reference"]), 0)
+workers.runner(candidates(small(), [16], ["reference"]), 0).open()
 print(workers._process.pid, flush=True)
 time.sleep(600)
 """
@@ -164,7 +170,8 @@ def test_a_worker_ends_with_its_parent() -> None:
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())
     os.kill(worker, 0)
-    os.kill(worker, signal.SIGINT)  # Ctrl-C goes to the whole group: it is the parent's to answer
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # of the whole group: it is the parent's to answer
+        os.kill(worker, number)
     time.sleep(0.2)
     os.kill(worker, 0)
     parent.kill()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pagedkern.autotune.hostile import GARBAGE
-from pagedkern.autotune.measure import Bench
-from pagedkern.autotune.space import Candidate, Space, Workload, candidates, workloads
+from pagedkern.autotune.measure import Bench, Pool
+from pagedkern.autotune.space import Candidate, Space, Workload, candidates, copies, workloads
 from pagedkern.autotune.store import device
 from pagedkern.backends.base import ITEMSIZE
 
@@ -77,30 +77,61 @@ def test_a_wrong_backend_does_not(kind: str, cls: str, reason: str, add_backend:
 
 @pytest.mark.parametrize("block_size", [1, 8, 24, 64])
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_the_layout(kind: str, block_size: int) -> None:
+def test_the_layout_that_is_checked(kind: str, block_size: int) -> None:
     w = small(kind)
     bench = Bench(space_of(w, "reference", (block_size,)), seed=0)
-    copies = bench._caches[block_size]
-    assert len(copies) == bench.copies >= 2
-    assert bench.copies * w.kv_bytes >= 2 * (1 << 14)  # none of a copy is still in the cache when its turn comes again
+    bench.lay_out(block_size)
+    k_cache, v_cache, table = bench._checked[block_size]
+    assert k_cache.shape[1:] == (block_size, w.num_kv_heads, w.head_dim)
+    assert k_cache.transpose(1, 2).is_contiguous()
+    assert v_cache.stride() == k_cache.stride()
     used: list[int] = []
-    for k_cache, v_cache, table in copies:
-        assert k_cache.shape[1:] == (block_size, w.num_kv_heads, w.head_dim)
+    for i, length in enumerate(w.seq_lens):
+        blocks = -(-length // block_size)
+        ids = table[i].tolist()
+        used += ids[:blocks]
+        assert set(ids[blocks:]) <= {GARBAGE}
+        tokens = k_cache[ids[:blocks]].flatten(0, 1)
+        assert not tokens[:length].isnan().any()
+        assert tokens[length:].isnan().all()
+    assert len(set(used)) == len(used)
+    assert used != sorted(used) or len(used) < 4  # in no order
+    nobodys = set(range(len(k_cache))) - set(used)
+    assert len(nobodys) == 1
+    assert k_cache[nobodys.pop()].isnan().all()
+
+
+@pytest.mark.parametrize("sizes", [(1,), (8, 16, 24), (64, 7), (256, 8, 96)])
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_the_layout_that_is_timed(kind: str, sizes: tuple[int, ...], kv_dtype: str) -> None:
+    """All block sizes share memory of twice the processor's cache, and what one copy takes is no other's, whatever its
+    block size: so nothing that a call reads is still in the cache from the call before."""
+    w = small(kind, kv_dtype=kv_dtype)
+    space = space_of(w, "reference", sizes)
+    bench = Bench(space, seed=0)
+    pool = Pool(w, sizes, bench._k, seed=0)
+    assert pool.copies * w.kv_bytes >= 2 * (1 << 14)
+    taken: list[set[tuple[int, int]]] = [set() for _ in range(pool.copies)]  # slots of each copy, by any block size
+    memory = set()
+    for turn in range(1, len(sizes) * pool.copies + 1):
+        block_size = sizes[turn % len(sizes)]
+        k_cache, v_cache, table = pool.next(block_size)
+        assert k_cache.shape == (len(k_cache), block_size, w.num_kv_heads, w.head_dim)
         assert k_cache.transpose(1, 2).is_contiguous()
         assert v_cache.stride() == k_cache.stride()
-        for i, length in enumerate(w.seq_lens):
-            blocks = -(-length // block_size)
-            ids = table[i].tolist()
-            used += ids[:blocks]
-            assert set(ids[blocks:]) <= {GARBAGE}
-            tokens = k_cache[ids[:blocks]].flatten(0, 1)
-            assert not tokens[:length].isnan().any()
-            assert tokens[length:].isnan().all()
-    assert len(set(used)) == len(used)
-    assert used != sorted(used) or len(used) < 3  # in no order
-    nobodys = set(range(len(copies[0][0]))) - set(used)
-    assert len(nobodys) == 1
-    assert copies[0][0][nobodys.pop()].isnan().all()
+        assert v_cache.data_ptr() != k_cache.data_ptr()
+        memory.add((k_cache.data_ptr(), v_cache.data_ptr()))
+        ids = [table[i, : -(-n // block_size)].tolist() for i, n in enumerate(w.seq_lens)]
+        flat = [block for row in ids for block in row]
+        assert len(set(flat)) == len(flat)
+        assert 0 <= min(flat) <= max(flat) < len(k_cache)
+        used = {(block * block_size + slot, 0) for block in flat for slot in range(block_size)}
+        for other in (c for c in range(pool.copies) if c != turn % pool.copies):
+            assert not used & taken[other]
+        taken[turn % pool.copies] |= used
+        assert not k_cache.to(torch.float32).isnan().any()
+    assert len(memory) == 1
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
@@ -113,7 +144,6 @@ def test_preparing_runs_the_first_sequence_and_raises_nothing(
     bench._out.fill_(math.nan)
     bench.prepare(first(space, "raises"))
     assert bench._out.isnan().all()
-    assert set(bench._hostile) == {first(space, "raises").block_size}  # made where no budget counts
     bench.prepare(space.baseline)
     rows = space.workload.query_len
     torch.testing.assert_close(bench._out[:rows].double(), bench._truth[:rows], rtol=0, atol=bench.tolerance)
@@ -133,8 +163,9 @@ def test_calls_rotate_over_the_copies(add_backend: Callable[[str, str], None], m
         seen.append(call.block_table.data_ptr())  # type: ignore[attr-defined]
 
     monkeypatch.setattr(standins.Tunable, "attention", watch)
-    bench.sample(first(space, "watched"), 2 * bench.copies)
-    assert len(set(seen)) == bench.copies
+    count = copies("cpu", space.workload.kv_bytes)
+    bench.sample(first(space, "watched"), 2 * count)
+    assert len(set(seen)) == count >= 2
     assert all(a != b for a, b in pairwise(seen))
 
 
@@ -142,7 +173,8 @@ def test_the_truth_is_that_of_a_loop_over_keys() -> None:
     w = small("prefill")
     space = space_of(w, "reference", (8,))
     bench = Bench(space, seed=3)
-    k_cache, v_cache, table = bench._caches[8][0]
+    bench.lay_out(8)
+    k_cache, v_cache, table = bench._checked[8]
     row, head, length = w.query_len + 4, 5, w.seq_lens[1]  # token 4 of sequence 1
     q = bench._q[row, head].double()
     scores, values = [], []
@@ -163,5 +195,8 @@ def test_the_plain_read_reads() -> None:
 def test_equal_seeds_give_equal_data() -> None:
     benches = [Bench(space_of(small("decode"), "reference"), seed) for seed in (1, 1, 2)]
     assert torch.equal(benches[0]._q, benches[1]._q)
-    assert torch.equal(benches[0]._caches[8][0][2], benches[1]._caches[8][0][2])
+    for order, bench in enumerate(benches):  # whatever was laid out before
+        for block_size in (8, 16)[:: 1 if order else -1]:
+            bench.lay_out(block_size)
+    assert torch.equal(benches[0]._checked[8][2], benches[1]._checked[8][2])
     assert not torch.equal(benches[0]._q, benches[2]._q)

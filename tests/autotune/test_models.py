@@ -21,10 +21,10 @@ from pagedkern.autotune.measure import Bench
 from pagedkern.autotune.profile import Shape, distil
 from pagedkern.autotune.recommend import find
 from pagedkern.autotune.report.serving import show_served
+from pagedkern.autotune.runs import Order, Run, carry_out, serve
 from pagedkern.autotune.space import BLOCK_SIZES, Space, Workload, candidates, problems_of
 from pagedkern.autotune.store import device
 from pagedkern.autotune.store import profiles as stored
-from pagedkern.autotune.tune import Order, Run, serve, tune
 from pagedkern.autotune.workloads import Model, Quantiles, Traffic, causal_pairs, model
 from pagedkern.backends.base import ITEMSIZE
 from tests.autotune.recordings import recording
@@ -40,7 +40,8 @@ def tuned(of: Model, **more: Any) -> Run:
     def runner(space: Space, seed: int) -> Simulated:
         return Simulated(lambda c: (300 + abs(c.block_size - 32)) * (1e-6 if c.is_default else 9e-7), 0.01, seed=seed)
 
-    run = tune(Order(problems_of(of, "cpu"), BLOCK_SIZES, ["cpu", "reference"], budget=1e9), make_runner=runner, **more)
+    order = Order(problems_of(of, "cpu"), BLOCK_SIZES, ["cpu", "reference"], budget=1e9)
+    run = carry_out(order, make_runner=runner, **more)
     assert run.exit_code == 0
     return run
 
@@ -156,7 +157,8 @@ def test_who_passes_over_a_window_or_a_softcap_is_found_out(
     add_backend("candidate", cls)
     of = replace(SMALL, window_layers=42, softcap=2.0)
     space = candidates(problems_of(of, "cpu", num_seqs=2, context=53, prompt=21)[kind], [8], ["candidate"])
-    found = Bench(space, 0).check(next(c for c in space.candidates if c.backend == "candidate"))
+    bench = Bench(space, 0)
+    found = bench.check(next(c for c in space.candidates if c.backend == "candidate"))
     assert (found is not None) == wrong
     assert found is None or "hostile" in found
 
@@ -170,7 +172,7 @@ def test_a_window_in_every_dtype(kind: int, kv_dtype: str, monkeypatch: pytest.M
     space = candidates(problems_of(of, "cpu", num_seqs=2, context=53, prompt=21)[kind], [8], ["reference"])
     bench = Bench(space, 0)
     assert bench.check(next(c for c in space.candidates if c.backend == "reference")) is None
-    hostile = bench._hostile_at(8)
+    hostile = bench._hostile[8]
     longest = hostile.lengths.index(max(hostile.lengths))
     first = hostile.k_cache[hostile.table[longest, 0], 0].to(torch.float32)
     assert (first.isnan() | (first == 127)).all()
@@ -183,7 +185,8 @@ def test_a_window_longer_than_the_context_is_checked_with_a_short_one(
     add_backend("candidate", "NoWindow")
     of = replace(SMALL, window_layers=42, sliding_window=4096)
     space = candidates(problems_of(of, "cpu", num_seqs=2, context=53)[0], [8], ["candidate"])
-    found = Bench(space, 0).check(next(c for c in space.candidates if c.backend == "candidate"))
+    bench = Bench(space, 0)
+    found = bench.check(next(c for c in space.candidates if c.backend == "candidate"))
     assert found is not None
     assert "hostile" in found
 
@@ -213,10 +216,10 @@ def test_each_workload_is_rated_by_its_own_shape(capsys: pytest.CaptureFixture[s
         llama,
         lambda of: 10**10,
     )
-    chosen = [max(s.scores, key=lambda score: score.tokens_per_second).block_size for s in run.served]
+    chosen = [s.advice.block_size for s in run.served]
     assert chosen[:2] == [8, 256]
-    assert [s.tier for s in run.served] == ["tuned", "tuned", "tuned-nearest"]
-    assert run.served[2].scores == serve_alone(run, "qwen2.5-7b")
+    assert [s.advice.tier for s in run.served] == ["tuned", "tuned", "tuned-nearest"]
+    assert run.served[2].advice.scores == serve_alone(run, "qwen2.5-7b")
     from rich.console import Console
 
     show_served(Console(width=80), run.served)
@@ -244,5 +247,7 @@ def test_rates_of_another_shape_are_taken_where_nothing_could_be_stored(
     monkeypatch.setenv("PAGEDKERN_CACHE_DIR", str(tmp_path / "file"))
     store.reload()
     serve(run, [fixed("other", model("smollm2-135m"))], model("llama-3-8b"), lambda of: 10**9)
-    assert [(s.tier, s.reason) for s in run.served] == [("tuned-nearest", "measured in this run for another shape")]
-    assert run.served[0].scores
+    (advice,) = [s.advice for s in run.served]
+    assert advice.tier == "tuned-nearest"
+    assert advice.reason.startswith("measured in this run for another shape; ")
+    assert advice.scores

@@ -58,7 +58,8 @@ def test_what_was_measured_here_for_the_shape(document: dict[str, Any]) -> None:
     assert found.tier == "tuned"
     assert found.block_size in (32, 64, 128)
     assert found.num_blocks == MEMORY // (found.block_size * 262144)
-    assert found.tokens_per_second == max(s.tokens_per_second for s in found.scores)
+    best = max(s.tokens_per_second for s in found.scores)
+    assert found.tokens_per_second == pytest.approx(best, rel=0.01)  # of those that are alike, the smallest
     assert "decode: 8 sequences" in found.reason
     assert str(found).startswith(f"block size {found.block_size} (")
 

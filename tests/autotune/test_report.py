@@ -12,10 +12,10 @@ from rich.console import Console
 from pagedkern.autotune import store
 from pagedkern.autotune.decision import decide
 from pagedkern.autotune.log import Log
-from pagedkern.autotune.report import document, progress, terminal
+from pagedkern.autotune.report import console, document, progress, terminal
+from pagedkern.autotune.runs import Outcome, Run
 from pagedkern.autotune.space import Candidate, Space, Workload, workloads
 from pagedkern.autotune.store import Tuned
-from pagedkern.autotune.tune import Outcome, Run
 from pagedkern.backends.base import Problem
 
 LONG = '{"num_stages": 3, "num_warps": 8, "span": 2048, "tile": 128}'
@@ -168,36 +168,47 @@ def test_progress_without_a_terminal_is_a_line_a_stage() -> None:
     assert [line.split("s  ")[1] for line in file.getvalue().splitlines()] == ["decode: screening", "decode: finals"]
 
 
-def test_progress_counts_no_preparations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_everything() -> None:
     now = 100.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     file, plain = io.StringIO(), io.StringIO()
     with (
-        progress.Progress(Console(file=file, width=120, force_terminal=True), 60.0) as bar,
-        progress.Progress(Console(file=plain, width=80), 60.0) as lines,
+        progress.Progress(Console(file=file, width=120, force_terminal=True), 60.0, lambda: now) as bar,
+        progress.Progress(Console(file=plain, width=80), 60.0, lambda: now) as lines,
     ):
         for step, seconds in (
             ("decode: laying out the caches", 7),
-            ("decode: compiling - 1 of 2: cpu()", 40),
+            ("decode: compiling - 1 of 2: cpu()", 4),
             ("decode: screening - 1 of 2", 10),
-            ("prefill: compiling - 1 of 2: cpu()", 40),
-            ("prefill: screening - 1 of 2", 5),
-            ("prefill: heats - 1 of 3", 1),
+            ("decode: compiling - 2 of 2: cpu()", 4),
+            ("prefill: compiling - 1 of 2: cpu()", 4),
+            ("prefill: heats - 1 of 3", 50),
+            ("prefill: finals - round 1 of 41", 1),
         ):
             bar.tell(step, None, None)
             lines.tell(step, None, None)
             now += seconds
-    assert "45 s left" in file.getvalue()  # 10 and 5 seconds were measured
-    assert "44 s left" not in file.getvalue()
-    assert "not counted" in file.getvalue()
+    for left in (60, 53, 49, 39, 35, 31, 0):
+        assert f"{left} s left" in file.getvalue()
     assert plain.getvalue().splitlines() == [
-        "    0 s  decode: laying out the caches, not counted in the budget",
-        "    7 s  decode: compiling, not counted in the budget",
-        "   47 s  decode: screening",
-        "   57 s  prefill: compiling, not counted in the budget",
-        "   97 s  prefill: screening",
-        "  102 s  prefill: heats",
+        "    0 s  decode: laying out the caches",
+        "    7 s  decode: compiling",
+        "   11 s  decode: screening",
+        "   25 s  prefill: compiling",
+        "   29 s  prefill: heats",
+        "   79 s  prefill: finals",
     ]
+
+
+@pytest.mark.parametrize("gone", [BrokenPipeError(), OSError(5, "Input/output error"), ValueError("closed file")])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_that_nobody_can_see_disturbs_nothing(gone: Exception, terminal: bool) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise gone
+
+    with progress.Progress(console.console_on(Gone(), width=120, force_terminal=terminal), 60.0) as bar:
+        for step in ("decode: laying out the caches", "decode: compiling - 1 of 2: cpu()", "decode: finals"):
+            bar.tell(step, None, None)
 
 
 def test_progress_on_a_terminal_shows_the_time_left_and_the_best() -> None:

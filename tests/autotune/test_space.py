@@ -8,6 +8,7 @@ import pytest
 
 import pagedkern.backends as registry
 from pagedkern.autotune import space
+from pagedkern.autotune.measure import Bench
 from pagedkern.autotune.space import BLOCK_SIZES, candidates, usable_backends, workloads
 from pagedkern.autotune.store import device
 
@@ -46,19 +47,25 @@ def test_the_problem_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("seqs", "context", "kv_dtype"), [(1, 1, None), (3, 1000, "int8"), (5, 777, "bfloat16")])
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_memory_covers_the_tensors_of_the_bench(kind: str, seqs: int, context: int, kv_dtype: str | None) -> None:
+def test_memory_covers_the_tensors_of_the_bench(
+    kind: str, seqs: int, context: int, kv_dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "last_level_cache", lambda _: 1 << 18)
     both = workloads(
         "cpu", "float32", kv_dtype, heads=(4, 2, 16), num_seqs=seqs, context=context, prompt=context // 3 + 1
     )
-    w = both[kind == "prefill"]
-    sizes = [8, 24, 256]
-    blocks = [sum(-(-n // b) for n in w.seq_lens) for b in sizes]
-    copies = space.copies("cpu", w.kv_bytes)
-    caches = sum((copies * n + 1) * b * w.problem(b).kv_bytes for n, b in zip(blocks, sizes, strict=True))
-    dense = w.num_seqs * w.context * w.problem(1).kv_bytes
+    w, sizes = both[kind == "prefill"], [8, 24, 256]
+    bench = Bench(candidates(w, sizes, ["reference"]), 0)
+    for block_size in sizes:
+        bench.lay_out(block_size)
+    bench.reserve()
+    assert bench._pool is not None
+    laid_out = [tensor for layout in bench._checked.values() for tensor in layout[:2]]
+    tensors = [bench._q, bench._out, bench._truth, bench._k, bench._v, *laid_out, *bench._pool._memory]
+    taken = sum(tensor.nbytes for tensor in tensors)
     needed = space.memory(w, sizes)
-    assert caches + dense <= needed
-    assert needed <= 1.5 * (caches + dense) + 100 * w.num_seqs * w.query_len * (64 + 4 * w.context)
+    assert taken <= needed
+    assert needed <= 1.5 * taken + 100 * w.num_seqs * w.query_len * (64 + 4 * w.context)
 
 
 def test_memory_of_absurd_problems_is_found_at_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -14,14 +16,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import filelock
 import pytest
 
 from pagedkern.autotune import store
 from pagedkern.autotune.cli import options
 from pagedkern.autotune.recommend import known, recommend
 from pagedkern.autotune.store import files, lookup, save
+from pagedkern.environment import notices
 from tests.autotune.test_store import DECODE, TUNED, path_of
+from tests.environment.conditions import needs_compiler, shim
 
 
 @contextmanager
@@ -114,13 +117,86 @@ def test_a_full_disk_leaves_what_was_there(call: str, monkeypatch: pytest.Monkey
     assert {p.name for p in path.parent.iterdir()} == {path.name, ".lock"}
 
 
-def test_a_lock_that_is_never_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_never_released(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Hours of measuring are not lost by it: what was found is stored, beside what was there, and a warning says so."""
+    monkeypatch.setattr(notices, "_said", {})
     path = save(DECODE, {"reference": TUNED})
+    another = path.with_name(f".{path.name}.of-another-writer")
+    another.write_text("{")
     monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
-    with filelock.FileLock(path.parent / ".lock"), pytest.raises(OSError):
-        save(DECODE, {"reference": TUNED})
+    with (path.parent / ".lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for gain in (2.0, 3.0):
+            save(DECODE, {"triton": replace(TUNED, gain=gain)})
+    document = json.loads(path.read_text())
+    assert {name: choice["gain"] for name, choice in document["choices"].items()} == {
+        "reference": TUNED.gain,
+        "triton": 3.0,
+    }
+    assert another.exists(), "who has the lock may still be writing it"
+    [record] = caplog.records
+    assert record.getMessage().endswith(".lock cannot be locked (another process holds it): going on without a lock")
+    save(DECODE, {"reference": TUNED})
+    assert not another.exists()
+
+
+def test_a_temporary_file_that_another_writer_takes_for_a_dead_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real, taken = save(DECODE, {"reference": TUNED}), os.replace, []
+
+    def take(source: str, target: Path) -> None:
+        if not taken:
+            taken.append(source)
+            os.unlink(source)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", take)
+    save(DECODE, {"reference": replace(TUNED, gain=9.0)})
+    assert taken
+    assert json.loads(path.read_text())["choices"]["reference"]["gain"] == 9.0
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(notices, "_said", {})
+    monkeypatch.setattr(fcntl, "flock", fail)
+    for heads in (8, 16, 8):
+        save(replace(DECODE, num_heads=heads), {"reference": TUNED})
     store.reload()
-    assert lookup(DECODE) is not None  # readers need no lock
+    assert lookup(DECODE) is not None
+    [record] = caplog.records
+    assert f"cannot be locked ({os.strerror(number)}): going on without a lock" in record.getMessage()
+
+
+@needs_compiler
+def test_writers_without_locks_leave_files_that_are_whole(home: Path, tmp_path: Path) -> None:
+    """A real file system without locks: what one of two writes at once may be lost, never what both read."""
+    env = {**os.environ, "LD_PRELOAD": shim("nolocks", tmp_path)}
+    processes = [start_writer(f"writer{w}", 40, env=env) for w in range(3)]
+    while any(p.poll() is None for p in processes):
+        if path_of().exists():
+            json.loads(path_of().read_text())  # whole at any time
+    for process in processes:
+        assert process.returncode == 0
+        assert process.stderr is not None
+        assert process.stderr.read().count(b"going on without a lock") == 1
+    assert json.loads(path_of().read_text())["choices"]
+    assert not list(path_of().parent.glob(".*.json.*"))
+
+
+def test_folders_under_a_umask_that_lets_the_group_write(home: Path) -> None:
+    """The tuner makes the cache folder, and compiled kernels are loaded only from one that nobody else can write."""
+    before = os.umask(0o002)
+    try:
+        path = save(DECODE, {"reference": TUNED})
+    finally:
+        os.umask(before)
+    for folder in (home, home / "tuned", path.parent):
+        assert folder.stat().st_mode & 0o777 == 0o755
 
 
 WRITER = """
@@ -140,9 +216,12 @@ for i in range(rounds):
 """
 
 
-def start_writer(name: str, rounds: int, mode: str = "live") -> subprocess.Popen[bytes]:
+def start_writer(
+    name: str, rounds: int, mode: str = "live", env: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     root = Path(__file__).parents[2]
-    return subprocess.Popen([sys.executable, "-c", WRITER, name, str(rounds), mode], cwd=root)
+    command = [sys.executable, "-c", WRITER, name, str(rounds), mode]
+    return subprocess.Popen(command, cwd=root, env=env, stderr=subprocess.PIPE if env else None)
 
 
 def test_writers_in_many_processes_lose_nothing(home: Path) -> None:

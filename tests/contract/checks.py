@@ -173,6 +173,36 @@ def check_whole(target: Target, spec: Spec, out_layout: str = "plain") -> None:
     assert same_bits(alone, written), f"without out and lse the result differs: {spec}"
 
 
+@clause
+def check_special_numbers(target: Target, spec: Spec, **numbers: Any) -> None:
+    """Numbers of heads that are NaN, infinite or extreme: NaN where the oracle has it, the same infinities, or close.
+
+    numbers: `sinks` and `alibi_slopes` as lists, `softcap`.
+    """
+    from reference.oracle import error
+
+    call = with_numbers(target, spec, **numbers)
+    got = target.attend(call)
+    want_out, want_lse = call.oracle()
+    close = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 6e-2}[spec.q_dtype]  # of values that seldom exceed 4
+    finite = want_lse[want_lse.isfinite()].abs()
+    rounding = 2e-5 + 2.0**-22 * (float(finite.max()) if len(finite) else 0.0)
+    for name, mine, want, bound in (
+        ("out", got.out, want_out, close),
+        ("lse", got.lse, want_lse, max(rounding, close / 4)),
+    ):
+        assert torch.equal(mine.isnan().cpu(), want.isnan()), f"{name}: NaN elsewhere: {spec} {numbers}"
+        assert error(mine, want) <= bound, f"{name}: error {error(mine, want):.3g} > {bound:.3g}: {spec} {numbers}"
+
+
+def with_numbers(target: Target, spec: Spec, **numbers: Any) -> Call:
+    """The call with these numbers for its heads."""
+    call = build(spec, device=target.device)
+    for name, value in numbers.items():
+        call.args[name] = torch.tensor(value, device=target.device) if isinstance(value, list) else value
+    return call
+
+
 def assert_same(got: Result, want: Result, message: str) -> None:
     assert same_bits(got.out, want.out), f"out: {message}"
     assert same_bits(got.lse, want.lse), f"lse: {message}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pagedkern
-from tests.contract import wrong_calls
+from tests.contract import wrong_calls, wrong_scales
 from tests.contract.problems import Call, Spec, bits, build, contents
 from tests.contract.targets import Target
 
@@ -142,7 +142,7 @@ def operator_calls(target: Target) -> dict[str, list[tuple[Any, ...]]]:
             pagedkern.paged_attention(**call.args, return_lse=True, backend=target.name)
             pagedkern.paged_attention(**call.args, backend=target.name)
         pagedkern.write_kv(**wrong_calls.right_write(), backend=target.name)
-        quantized = {**wrong_calls.right_write(), **wrong_calls.quantized_caches()}
+        quantized = {**wrong_calls.right_write(), **wrong_scales.quantized_caches()}
         pagedkern.write_kv(**quantized, k_scale=torch.ones(2), v_scale=0.5, backend=target.name)
         pagedkern.copy_blocks(**wrong_calls.right_copy(), backend=target.name)
         pagedkern.merge_states(**wrong_calls.right_merge())

@@ -5,6 +5,7 @@ A mutant that survives here means that the contract tests would let that bug thr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.contract.checks import (
     check_no_leak,
     check_no_leak_between_rows,
     check_placement,
+    check_special_numbers,
     check_whole,
 )
 from tests.contract.problems import Spec, build
@@ -39,6 +41,10 @@ Check = Callable[[Target], None]
 
 def exact(spec: Spec) -> Check:
     return lambda target: check_exact(target, spec)
+
+
+def special(**numbers: list[float]) -> Check:
+    return lambda target: check_special_numbers(target, MIXED, **numbers)
 
 
 def huge_block_stride(target: Target) -> None:
@@ -87,6 +93,9 @@ MUTANTS: list[tuple[type[toys.RightBackend], Check]] = [
     (toys.Truncates, writes("int8")),
     (toys.WrapsAround, writes("int8")),
     (toys.CopiesOneByOne, copies),
+    (toys.IgnoresNaNSinks, special(sinks=[math.nan, 0.5, -1.0, 0.0])),
+    (toys.WritesZeroWhereNothingIsSeen, special(sinks=[math.nan, 0.5, -1.0, 0.0])),
+    (toys.SubtractsInfinity, special(sinks=[0.5, math.inf, -1.0, 0.0])),
 ]
 CHECKS: dict[str, Check] = {
     "exact_decode": exact(DECODE),
@@ -100,6 +109,8 @@ CHECKS: dict[str, Check] = {
     "batch_invariant_ragged": lambda t: check_batch_invariant(t, MIXED),
     "whole": lambda t: check_whole(t, MIXED),
     "beyond_32_bits": huge_block_stride,
+    "special_sinks": special(sinks=[math.nan, math.inf, -math.inf, 0.5]),
+    "special_slopes": special(alibi_slopes=[math.nan, math.inf, -math.inf, 0.5], sinks=[0.5, 0.5, 0.5, math.inf]),
     **{f"write_{dtype}": writes(dtype) for dtype in ("float16", "int8", "float8_e4m3fn", "float8_e5m2")},
     "copy": copies,
 }

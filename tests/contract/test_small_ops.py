@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import pagedkern
-from reference import oracle
 from tests.contract.cache_checks import check_copy, check_write, new_tokens
 from tests.contract.pairwise import pairwise
 from tests.contract.problems import LAYOUTS, QUANTIZED, Spec, bits, dtype_of
@@ -176,76 +175,3 @@ def test_copy_of_nothing(target: Target) -> None:
 def test_copy_of_many_blocks(target: Target) -> None:
     order = torch.randperm(1000, generator=torch.Generator().manual_seed(1)).tolist()
     check_copy(target, [torch.randn(1000, 4, 2, 8, device=target.device)], order[:500], order[500:])
-
-
-def states(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    out = torch.randn(shape, generator=generator).to(dtype)
-    lse = torch.randn(shape[:2], generator=generator) * 5
-    return out.to(device), lse.to(device)
-
-
-MERGED = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}  # two units in the last place of numbers below 4
-
-
-@pytest.mark.parametrize("dtype", MERGED)
-def test_merge(target: Target, dtype: str) -> None:
-    a, b = (states((33, 5, 24), dtype_of(dtype), seed, target.device) for seed in (1, 2))
-    before = [bits(x).clone() for x in (*a, *b)]
-    out, lse = pagedkern.merge_states(*a, *b)
-    want_out, want_lse = oracle.merge_states(*a, *b)
-    assert (out.dtype, lse.dtype) == (dtype_of(dtype), torch.float32)
-    assert oracle.error(out, want_out) <= MERGED[dtype]
-    assert oracle.error(lse, want_lse) <= 2e-6
-    assert all(torch.equal(bits(x), old) for x, old in zip((*a, *b), before, strict=True))
-
-
-def test_merge_is_symmetric_and_has_a_neutral_element(target: Target) -> None:
-    a, b = (states((9, 4, 16), torch.float32, seed, target.device) for seed in (1, 2))
-    ab, ba = pagedkern.merge_states(*a, *b), pagedkern.merge_states(*b, *a)
-    assert torch.equal(ab[0], ba[0])
-    assert torch.equal(ab[1], ba[1])
-    for unseen in (0.0, math.nan, math.inf):  # what out holds where nothing was seen does not matter
-        nothing = torch.full_like(a[0], unseen), torch.full_like(a[1], -math.inf)
-        for merged in (pagedkern.merge_states(*a, *nothing), pagedkern.merge_states(*nothing, *a)):
-            assert torch.equal(merged[0], a[0])
-            assert torch.equal(merged[1], a[1])
-        out, lse = pagedkern.merge_states(*nothing, *nothing)
-        assert torch.equal(out, torch.zeros_like(out))
-        assert (lse == -math.inf).all()
-
-
-@pytest.mark.parametrize("far", [90.0, 1e4, 1e30])
-def test_merge_of_sides_far_apart(target: Target, far: float) -> None:
-    """No overflow: the side that is far above takes everything."""
-    a, b = (states((9, 4, 16), torch.float32, seed, target.device) for seed in (1, 2))
-    for shift_a, shift_b, winner in ((far, 0.0, a), (0.0, -far, a), (-far, 0.0, b), (0.0, far, b)):
-        out, lse = pagedkern.merge_states(a[0], a[1] + shift_a, b[0], b[1] + shift_b)
-        assert torch.allclose(out, winner[0], rtol=0, atol=1e-6)
-        assert torch.equal(lse, torch.maximum(a[1] + shift_a, b[1] + shift_b))
-
-
-def test_merge_of_views(target: Target) -> None:
-    """Strides are free: a transposed [H, T, E], a slice, an expanded lse."""
-    a, b = (states((9, 4, 16), torch.float32, seed, target.device) for seed in (1, 2))
-    strided = torch.empty(4, 9, 20, device=target.device).transpose(0, 1)[..., 2:18].copy_(a[0])
-    lse = a[1].t().contiguous().t()
-    got, want = pagedkern.merge_states(strided, lse, *b), pagedkern.merge_states(*a, *b)
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
-
-
-def test_merge_of_nothing(target: Target) -> None:
-    nothing = states((0, 4, 16), torch.float32, 1, target.device)
-    out, lse = pagedkern.merge_states(*nothing, *nothing)
-    assert (out.shape, lse.shape) == ((0, 4, 16), (0, 4))
-
-
-def test_merge_of_three_parts_in_any_order(target: Target) -> None:
-    parts = [states((9, 4, 16), torch.float32, seed, target.device) for seed in (1, 2, 3)]
-    results = []
-    for i, j, k in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
-        results.append(pagedkern.merge_states(*pagedkern.merge_states(*parts[i], *parts[j]), *parts[k]))
-    for out, lse in results[1:]:
-        assert torch.allclose(out, results[0][0], rtol=0, atol=2e-6)
-        assert torch.allclose(lse, results[0][1], rtol=0, atol=2e-6)

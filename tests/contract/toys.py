@@ -311,6 +311,31 @@ class OffsetsIn32Bits(RightBackend):
         return super().compute(replace(call, block_table=call.block_table % most))
 
 
+class IgnoresNaNSinks(RightBackend):
+    """Compares the sink with the maximum, which is false for a NaN."""
+
+    def compute(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        sinks = None if call.sinks is None else call.sinks.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        return super().compute(replace(call, sinks=sinks))
+
+
+class WritesZeroWhereNothingIsSeen(RightBackend):
+    """Fills the rows that see nothing with 0, whatever the sink is."""
+
+    def compute(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        out, lse = super().compute(call)
+        _, without = super().compute(replace(call, sinks=None))
+        return torch.where((without == -math.inf)[..., None], 0.0, out), lse
+
+
+class SubtractsInfinity(RightBackend):
+    """exp(sink - maximum) of a sink that is the maximum and infinite."""
+
+    def compute(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        out, lse = super().compute(call)
+        return torch.where((lse == math.inf)[..., None], math.nan, out), torch.where(lse == math.inf, math.nan, lse)
+
+
 def _starts(call: AttentionCall) -> list[int]:
     """Prefix sums of the query lengths."""
     if call.cu_seqlens_q is None:

@@ -7,37 +7,18 @@ gives the arguments that differ from those of a right call; where it is a functi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from operator import methodcaller
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pagedkern.errors import InvalidArgument, InvalidType
-
-Arguments = dict[str, Any]
-Change = Mapping[str, Any] | Callable[[Arguments], Arguments]
-
-
-@dataclass(frozen=True)
-class Wrong:
-    name: str  # of the argument at fault
-    what: str
-    change: Change
-    words: tuple[str, ...]
-    error: type[InvalidArgument] = InvalidArgument
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.what}"
-
-    def apply(self, right: Arguments) -> Arguments:
-        return {**right, **(self.change(right) if callable(self.change) else self.change)}
-
-
-NUMBER = torch.tensor(1.0)
+from pagedkern.errors import InvalidType
+from tests.contract.wrong import NO_NUMBERS, NUMBER, Arguments, Change, Wrong
+from tests.contract.wrong_scales import scales
 
 
 def replaced(name: str, how: Callable[[Any], Any]) -> Change:
@@ -98,50 +79,6 @@ def numbers(name: str, accepted: str, values: list[Any], types: list[Any]) -> li
 def cut(name: str, what: str, index: Any, *words: str) -> Wrong:
     """One argument sliced, so that its shape no longer fits."""
     return Wrong(name, what, replaced(name, lambda x: x[index].contiguous()), words)
-
-
-def quantized_caches() -> Arguments:
-    return {
-        "k_cache": torch.zeros(6, 16, 2, 32, dtype=torch.int8),
-        "v_cache": torch.zeros(6, 16, 2, 48, dtype=torch.int8),
-    }
-
-
-def scales(*names: str) -> list[Wrong]:
-    """Of the cache, for `paged_attention` and `write_kv`."""
-    accepted, wrong = "positive number", []
-
-    def on_quantized(name: str, make: Callable[[], object]) -> Change:
-        return lambda a: {**quantized_caches(), name: make()}
-
-    for n in names:
-        unquantized = ("scale", "float32", "quantized")
-        wrong += [
-            Wrong(n, "number for an unquantized cache", {n: 0.5}, unquantized),
-            Wrong(n, "tensor for an unquantized cache", _ones(n), unquantized),
-        ]
-        for value in (0.0, -1.0, math.nan, math.inf):
-            wrong.append(Wrong(n, repr(value), on_quantized(n, partial(float, value)), (str(value), accepted)))
-        tensors: list[tuple[str, Callable[[], Tensor], tuple[str, ...]]] = [
-            ("too many", lambda: torch.ones(3), ("[3]", "[2]", "num_kv_heads")),
-            ("float64", lambda: torch.ones(2).double(), ("float64", "float32")),
-            ("float16", lambda: torch.ones(2).half(), ("float16", "float32")),
-            ("2 dimensions", lambda: torch.ones(2, 1), ("[2, 1]", "dimension")),
-            ("on another device", lambda: torch.ones(2, device="meta"), ("meta",)),
-        ]
-        wrong += [Wrong(n, what, on_quantized(n, make), words) for what, make, words in tensors]
-        types: list[tuple[object, str]] = [([1.0, 1.0], "list"), ("1", "str"), (True, "bool")]
-        for bad, word in types:
-            wrong.append(Wrong(n, f"a {word}", on_quantized(n, partial(_same, bad)), (word,), InvalidType))
-    return wrong
-
-
-def _same(x: object) -> object:
-    return x
-
-
-def _ones(name: str) -> Change:
-    return lambda a: {name: torch.ones(2)}
 
 
 def caches() -> list[Wrong]:
@@ -211,11 +148,28 @@ ATTENTION: list[Wrong] = [
     *of_dtype("cu_seqlens_q", "int32", torch.int64, torch.float32),
     *of_rank("cu_seqlens_q", 2),
     cut("cu_seqlens_q", "one too few", slice(3), "[3]", "[4]", "num_seqs + 1"),
-    *numbers("max_seqlen_q", "integer >= 0", [-1], [1.5, 2.0, "3", True, NUMBER, [3]]),
-    *numbers("scale", "finite number", [math.nan, math.inf, -math.inf, 1e39, -1e39], ["x", NUMBER, True, [1.0], 1j]),
+    *numbers(
+        "max_seqlen_q",
+        "integer >= 0",
+        [-1, np.int32(-3)],
+        [1.5, 2.0, "3", True, NUMBER, [3], np.float32(3), *NO_NUMBERS],
+    ),
+    *numbers(
+        "scale",
+        "finite number",
+        [math.nan, math.inf, -math.inf, 1e39, -1e39, np.float32("nan"), np.float64(1e39)],
+        ["x", NUMBER, True, [1.0], 1j, *NO_NUMBERS],
+    ),
     *numbers("causal", "True or False", [], [1, 0, None, "yes"]),
-    *numbers("sliding_window", WINDOW, [0, -1, -(2**40)], [2.5, 4.0, True, "4", NUMBER, (4, 0)]),
-    *numbers("softcap", CAP, [0, 0.0, -1.0, math.nan, math.inf], ["x", NUMBER, True, [5.0]]),
+    *numbers(
+        "sliding_window",
+        WINDOW,
+        [0, -1, -(2**40), np.int64(0), np.int8(-1)],
+        [2.5, 4.0, True, "4", NUMBER, (4, 0), np.float64(4), *NO_NUMBERS],
+    ),
+    *numbers(
+        "softcap", CAP, [0, 0.0, -1.0, math.nan, math.inf, np.float32(-2)], ["x", NUMBER, True, [5.0], *NO_NUMBERS]
+    ),
     *of_dtype("alibi_slopes", "float32", torch.float16, torch.float64),
     *of_rank("alibi_slopes", 2),
     cut("alibi_slopes", "too few", slice(3), "[3]", "[4]", "num_heads"),
@@ -274,7 +228,7 @@ WRITE: list[Wrong] = [
     cut("v", "fewer tokens than k", slice(4), "[4, 2, 48]", "[5, 2, 48]"),
     cut("v", "another head_dim than the cache", (slice(None), slice(None), slice(32)), "[5, 2, 32]", "[5, 2, 48]"),
     *elsewhere("k", "v", "slot_mapping"),
-    *of_dtype("slot_mapping", "int64", torch.int32, torch.float32),
+    *of_dtype("slot_mapping", "int64 or torch.int32", torch.int16, torch.uint8, torch.float32),
     *of_rank("slot_mapping", 2),
     cut("slot_mapping", "fewer slots than tokens", slice(4), "[4]", "[5]"),
     *caches(),
@@ -303,8 +257,8 @@ COPY: list[Wrong] = [
         "caches", "expanded", lambda a: {"caches": [torch.zeros(1, 4).expand(6, 4)]}, ("caches[0]", "memory of its own")
     ),
     *of_wrong_type("src_blocks", "dst_blocks"),
-    *of_dtype("src_blocks", "int64", torch.int32, torch.float32),
-    *of_dtype("dst_blocks", "int64", torch.int32, torch.float64),
+    *of_dtype("src_blocks", "int64 or torch.int32", torch.int16, torch.float32),
+    *of_dtype("dst_blocks", "int64 or torch.int32", torch.int8, torch.float64),
     *of_rank("src_blocks", 2),
     *of_rank("dst_blocks", 2),
     *elsewhere("src_blocks", "dst_blocks"),
@@ -312,6 +266,16 @@ COPY: list[Wrong] = [
     *numbers("debug", "True or False", [], [1, None]),
     *backend_names(),
 ]
+
+
+def _empty_by_inf(name: str) -> Change:
+    def change(a: Arguments) -> Arguments:
+        lse = a[name].clone()
+        lse[2, 3] = math.inf
+        return {name: lse, "debug": True}
+
+    return change
+
 
 MERGE: list[Wrong] = [
     *of_wrong_type("out_a", "lse_a", "out_b", "lse_b"),
@@ -325,6 +289,13 @@ MERGE: list[Wrong] = [
     cut("out_b", "fewer rows", slice(6), "[6, 4, 48]", "[7, 4, 48]"),
     cut("lse_a", "fewer rows", slice(6), "[6, 4]", "[7, 4]"),
     cut("lse_b", "fewer heads", (slice(None), slice(3)), "[7, 3]", "[7, 4]"),
+    *numbers("debug", "True or False", [], [1, None]),
+    *(
+        Wrong(
+            n, "+inf, to debug", _empty_by_inf(n), (f"{n}[2, 3]", "token 2, head 3", "got inf", "-inf"), in_memory=True
+        )
+        for n in ("lse_a", "lse_b")
+    ),
 ]
 
 COUNT = "integer >= 1"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from pagedkern.integrations.transformers.attention import Scores, mark
-from pagedkern.integrations.transformers.store import PagedLayer, PagedStore
+from pagedkern.integrations.transformers.layer import PagedLayer, Scores, mark
+from pagedkern.integrations.transformers.store import PagedStore
 
 
 class FanLayer(PagedLayer):

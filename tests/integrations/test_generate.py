@@ -208,8 +208,8 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ([[1]], {"backend": "abacus"}, InvalidArgument, r"backend: got 'abacus'"),
     ([[1]], {"num_blocks": 0}, InvalidArgument, r"num_blocks: got 0, accepted is an integer >= 1"),
     ([[1]], {"max_batch_tokens": 0}, InvalidArgument, r"max_batch_tokens: got 0, accepted is an integer >= 1"),
-    ([[1]], {"policy": "luck"}, InvalidArgument, r"policy: got 'luck', accepted is one of 'swap', 'recompute', 'auto'"),
-    ([[1]], {"costs": 1.0}, InvalidType, r"costs: got float, a Costs is accepted"),
+    ([[1]], {"policy": "luck"}, InvalidArgument, r"policy: got 'luck', expected one of 'swap', 'recompute', 'auto'"),
+    ([[1]], {"costs": 1.0}, InvalidType, r"costs: got float, expected a Costs"),
     ([[1]], {"num_host_blocks": -1}, InvalidArgument, r"num_host_blocks"),
     ([[1]], {"prefix_caching": 1}, InvalidType, r"prefix_caching: got 1, True or False is accepted"),
     (

@@ -289,3 +289,27 @@ def test_end_of_text_is_not_padding(llama: Any) -> None:
     rows[1][0] = EOS
     inputs = left_padded(rows)
     assert torch.equal(greedy(llama, paged(llama), 6, **inputs), greedy(llama, eager(llama), 6, **inputs))
+
+
+@pytest.mark.parametrize("inside", ["cache", "all"])
+def test_a_default_device_changes_nothing(llama: Any, inside: str) -> None:
+    """What the cache keeps on the host is there, wherever the program makes tensors: "meta" stands for a GPU."""
+    inputs = left_padded(prompts((9, 4)))
+    expected = greedy(llama, eager(llama), 6, **inputs)
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        cache = PagedCache.from_model(llama, num_blocks=60, block_size=4)
+        if inside == "cache":
+            torch.set_default_device(None)
+        found = greedy(llama, cache, 6, **inputs)
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([3, 0], device="cpu"))
+        cache.crop(-3)
+        lengths = [seq.num_tokens for seq in cache.sequences]
+        cache.reset()
+    finally:
+        torch.set_default_device(None if before.type == "cpu" else before)
+    assert torch.equal(found, expected)
+    assert lengths == [4 + 5 - 3, 9 + 5 - 3]
+    cache.allocator.check()

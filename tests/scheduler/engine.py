@@ -6,17 +6,19 @@ through the block table: if anything were lost or mixed up, texts would differ f
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as List
 
-from pagedkern.allocator import BlockAllocator
+from pagedkern.allocator import BlockAllocator, Plan, Sequence, Step, Verdict
+from pagedkern.errors import OutOfBlocks
 from pagedkern.scheduler import Batch, Request, Sample, Scheduler
 
 VOCABULARY = 11
 
 
-def values_of(tokens: List[int]) -> list[int]:
+def values_of(tokens: List[int], salt: object = None) -> list[int]:
     """What the cache must hold at each position."""
-    value, values = 0, []
+    value, values = hash(salt) if salt is not None else 0, []
     for token in tokens:
         value = hash((value, token))
         values.append(value)
@@ -34,7 +36,7 @@ def expected(request: Request) -> list[list[int]]:
         tokens = list(request.prompt)
         new: list[int] = []
         while len(new) < request.max_tokens and not (new and new[-1] in request.eos):
-            new.append(next_token(values_of(tokens + new)[-1], index))
+            new.append(next_token(values_of(tokens + new, request.salt)[-1], index))
         texts.append(new)
     return texts
 
@@ -59,7 +61,8 @@ class Engine:
         self.device: dict[int, int] = {}  # slot: value
         self.host: dict[int, int] = {}
         self.firsts: list[Request] = []  # in the order of their first tokens; n samples count once
-        self.idle = 0  # batches in a row that computed and moved nothing
+        self.foreign: list[Sequence] = []  # sequences that are not the scheduler's
+        self.forked = False  # some share blocks that are not full: what writing there takes is not foreseen
         self.num_batches = 0
 
     def run(self, limit: int = 5000) -> None:
@@ -68,13 +71,19 @@ class Engine:
             self.step()
             assert self.num_batches < limit, "somebody is starving"
 
+    def run_one(self, request: Request, limit: int = 500) -> None:
+        """Until this request has ended."""
+        while not request.ended:
+            self.step()
+            assert self.num_batches < limit, "it is starving"
+
     def step(self) -> Batch:
         batch = self.scheduler.schedule()
         self.complete(batch, self.execute(batch))
         return batch
 
-    def complete(self, batch: Batch, tokens: list[int]) -> list[Sample]:
-        ended = self.scheduler.complete(batch, tokens)
+    def complete(self, batch: Batch, tokens: list[int], *, stopped: Collection[int] = ()) -> list[Sample]:
+        ended = self.scheduler.complete(batch, tokens, stopped=stopped)
         for sample in batch.outputs:
             if len(sample.tokens) == 1 and sample.request not in self.firsts:
                 self.firsts.append(sample.request)
@@ -95,6 +104,15 @@ class Engine:
             "room is made and taken at once"
         )
         assert {row.sample.request for row in batch.rows} >= set(admitted), "admitted before there is budget for it"
+        ids = [row.sample.request.id for row in batch.rows]
+        for step in batch.steps:
+            assert ids[: step.num_seqs] == sorted(ids[: step.num_seqs]), "not in the order of arrival"
+            del ids[: step.num_seqs]
+        if admitted and not self.forked and len(self.scheduler.running) > 1:  # who is alone may take all
+            prompts = [r for r in self.scheduler.running if r._prefilling]
+            promised = sum(s.finish_reason is None for r in prompts for s in r.samples) - len(prompts)
+            room = self.allocator.can_allocate(0, spare_blocks=promised)
+            assert room is Verdict.OK, "admitted at the cost of the watermark, or of what was promised to others"
         self.move(batch)
         size, budget = self.allocator.block_size, self.scheduler._state.token_budget
         cu, lens, slots = batch.cu_seqlens_q, batch.seq_lens, batch.slot_mapping
@@ -102,7 +120,7 @@ class Engine:
         assert len(ids) == len(positions) == len(slots) == batch.num_tokens == cu[-1] <= budget
         assert len(batch.rows) == len(lens) == len(cu) - 1 == batch.num_seqs == len(batch.seqs)
         table: list[list[int]] = batch.block_table.tolist() if batch.rows else []  # type: ignore[assignment]
-        texts = [values_of([*sample.request.prompt, *sample.tokens]) for sample, _, _ in batch.rows]
+        texts = [values_of([*s.request.prompt, *s.tokens], s.request.salt) for s, _, _ in batch.rows]
         for i, (sample, start, end) in enumerate(batch.rows):
             assert (lens[i], cu[i + 1] - cu[i]) == (end, end - start)
             assert batch.max_seqlen_q >= end - start > 0
@@ -122,7 +140,7 @@ class Engine:
         assert len(rows) == len(batch.outputs)
         return [next_token(read[row], s.index) for row, s in zip(rows, batch.outputs, strict=True)]
 
-    def move(self, batch: Batch) -> None:
+    def move(self, batch: Batch | Plan) -> None:
         size = self.allocator.block_size
         where = {
             "copy": (self.device, self.device),
@@ -139,12 +157,77 @@ class Engine:
                     if value is not None:
                         target[d * size + i] = value
 
+    # Sequences that are not the scheduler's.
+
+    def hold(self, num_blocks: int) -> bool:
+        """Take blocks that nobody else can use. False if they are not free."""
+        try:
+            self.foreign.append(self.allocator.create(num_blocks * self.allocator.block_size))
+        except OutOfBlocks:
+            return False
+        return True
+
+    def compute(self, prompt: List[int], salt: object = None) -> bool:
+        """A foreign prompt, whose full blocks can be shared from now on. False if there is no room for it."""
+        try:
+            seq = self.allocator.create(prompt, salt=salt)  # type: ignore[arg-type]
+        except OutOfBlocks:
+            return False
+        self.foreign.append(seq)
+        step = self.allocator.prefill([seq])
+        self.write(step, values_of(prompt, salt)[seq.num_computed_tokens :])
+        self.allocator.commit(step)
+        return True
+
+    def write(self, step: Step, values: List[int]) -> None:
+        """Carry out a step of one foreign sequence."""
+        self.move(step)
+        for slot, value in zip(step.slot_mapping, values, strict=True):
+            if slot >= 0:
+                self.device[slot] = value
+
+    def pin(self, sample: Sample) -> None:
+        """Keep what is cached of a sample."""
+        assert sample.seq is not None
+        self.foreign.append(self.allocator.pin(sample.seq))
+
+    def fork(self, sample: Sample) -> None:
+        """What is not to be done: a sequence of the scheduler gets a foreign twin."""
+        assert sample.seq is not None
+        self.foreign += self.allocator.fork(sample.seq)
+        self.forked = True
+
+    def let_go(self, index: int = -1) -> None:
+        self.allocator.free(self.foreign.pop(index))
+
+    def fits_alone(self, request: Request) -> bool:
+        """Whether a request could take its next step if all others were preempted: tried, on a copy."""
+        copy = BlockAllocator.restore(self.allocator.snapshot())
+        foreign = {seq.id for seq in self.foreign}
+        for seq in copy.sequences:
+            if seq.id not in foreign:
+                copy.free(seq)
+        leader, *others = [sample for sample in request.samples if sample.finish_reason is None]
+        try:
+            first = copy.create([*request.prompt, *leader.tokens], salt=request.salt)
+            copy.commit(copy.prefill([first]))
+            forks = copy.fork(first, len(others))
+            for fork in forks:
+                copy.truncate(fork, len(request.prompt))
+            if others and leader.tokens:
+                copy.append(forks, [sample.tokens for sample in others])
+        except OutOfBlocks:
+            return False
+        return True
+
     def finished(self, requests: list[Request]) -> None:
         """All have, with the right tokens, and nothing is left behind."""
         for request in requests:
             assert request.state == "finished"
             assert [sample.tokens for sample in request.samples] == expected(request), request
         allocator = self.allocator
+        while self.foreign:
+            self.let_go()
         assert not allocator.sequences
         assert allocator.num_free_blocks == allocator.num_blocks
         assert allocator.num_free_host_blocks == allocator.num_host_blocks

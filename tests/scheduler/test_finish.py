@@ -107,6 +107,7 @@ def test_a_group_that_needs_the_whole_pool_is_resumed() -> None:
             engine.run()
             engine.finished([first, group])
             preempted += group.num_preemptions
+            assert engine.allocator.stats["out_of_blocks"] == 0
     assert preempted > 3
 
 
@@ -386,6 +387,35 @@ def test_auto_knows_that_a_prefix_held_by_others_is_not_recomputed() -> None:
         engine.run()
         engine.finished([first, second])
         assert engine.scheduler.stats[cheaper] == second.num_preemptions > 0
+
+
+def test_auto_knows_that_nobody_holds_what_a_victim_before_has_given_up() -> None:
+    """Two that share 12 tokens make room in one batch: one is cheap to compute again, the other is not then."""
+    costs = Costs(
+        bytes_per_block=1000, link_bytes_per_second=1000.0, transfer_seconds=0.0, prefill_tokens_per_second=1.0
+    )
+    engine = Engine(10, 4, num_host_blocks=10, policy="auto", costs=costs)
+    requests = [engine.scheduler.add(prompt_of(length, 2 * (length > 5)), max_tokens=12) for length in (5, 5, 14)]
+    engine.step()
+    requests.append(engine.scheduler.add(prompt_of(14, 2), max_tokens=12))
+    while not (batch := engine.step()).dropped:
+        assert not batch.swapped_out
+    assert requests[3].num_cached_tokens == 12
+    assert (batch.dropped, batch.swapped_out) == (requests[3:], requests[2:3])
+    engine.run()
+    engine.finished(requests)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_it_asks_the_allocator_only_for_what_there_is(samples: int) -> None:
+    """`out_of_blocks` counts what clients were refused: preempting is no refusal, wherever it is for lack of blocks."""
+    for policy, host in (("recompute", 0), ("swap", 30), ("swap", 3)):
+        engine = Engine(9 + 4 * samples, 4, num_host_blocks=host, policy=policy, token_budget=16)
+        requests = [engine.scheduler.add(prompt_of(6 + i, i), max_tokens=8 + i, n=samples) for i in range(7)]
+        engine.run()
+        engine.finished(requests)
+        assert sum(request.num_preemptions for request in requests) > 0
+        assert engine.allocator.stats["out_of_blocks"] == 0
 
 
 def test_texts_of_the_engine_differ() -> None:

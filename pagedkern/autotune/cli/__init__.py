@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from pagedkern.autotune.report import console
 from pagedkern.errors import PagedKernError
 
 PROG = "python -m pagedkern.autotune"
@@ -20,31 +21,32 @@ COMMANDS = {  # name: (module, what it does)
     "workloads": ("workloads", "list the workloads and models, or print one to start from"),
 }
 
-EXTRAS = {"matplotlib": "report", "rich": "autotune", "filelock": "autotune", "platformdirs": "autotune"}
+EXTRAS = {"matplotlib": "report", "rich": "autotune"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
+    console.open_what_is_closed()
     given = list(sys.argv[1:] if argv is None else argv)
     command = given.pop(0) if given and not given[0].startswith("-") else "tune"
     if command not in COMMANDS:
-        sys.stderr.write(f"{PROG}: no command {command!r}: there are {', '.join(COMMANDS)}; see --help\n")
+        console.complain(f"{PROG}: no command {command!r}: there are {', '.join(COMMANDS)}; see --help")
         return 2
+    status = 0
+
+    def run() -> None:
+        nonlocal status
+        status = import_module(f"{__name__}.{COMMANDS[command][0]}").run(given)
+
     try:
-        status: int = import_module(f"{__name__}.{COMMANDS[command][0]}").run(given)
-        return status
+        return console.printed(run, 0) or status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough
-        return 0
     except PagedKernError as error:
-        sys.stderr.write(f"{PROG} {command}: {error}\n")
+        console.complain(f"{PROG} {command}: {error}")
         return 2
-    except OSError as error:  # of the output: a full disk
-        sys.stderr.write(f"{PROG} {command}: {error}\n")
-        return 3
     except ImportError as error:
         extra = next((extra for name, extra in EXTRAS.items() if name in str(error)), "cpu")
         other = ", or the extra of your GPU" if extra == "cpu" else ""
-        sys.stderr.write(f"{PROG}: {error}: pip install 'pagedkern[{extra}]'{other}\n")
+        console.complain(f"{PROG}: {error}: pip install 'pagedkern[{extra}]'{other}")
         return 1

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from importlib import import_module
 
 from pagedkern._choice import Choice, choose
 from pagedkern.autotune import space as spaces
+from pagedkern.autotune.api import cache_memory
 from pagedkern.autotune.cli import options
 from pagedkern.autotune.recommend import Recommendation, default_device, recommend
+from pagedkern.autotune.report import console
+from pagedkern.autotune.report.document import advice_document
+from pagedkern.autotune.report.serving import show_terms
 from pagedkern.autotune.space import Workload
 from pagedkern.autotune.store import device as machine
-from pagedkern.autotune.workloads import Model, model, model_names
+from pagedkern.autotune.workloads import Model, default_model
 from pagedkern.errors import Unsupported
 
 Kernels = list[tuple[Workload, Choice | str]]
@@ -37,28 +40,26 @@ def run(argv: Sequence[str]) -> int:
     options.add_json(parser.add_argument)
     given = parser.parse_args(argv)
     traffic = given.workload
-    of = given.model or traffic.model or model(model_names()[0])
+    served = given.model or traffic.model or default_model()
     with suppress(ImportError):
         import_module("torch")  # so that a GPU is found
     device = given.device or default_device()
     if not machine.present(device):
         parser.error(f"--device {device}: torch finds no GPU")
-    found = recommend(traffic, given.memory or options.cache_memory(of, device), model=of, device=device)
-    problems = spaces.problems_of(of, device)
+    found = recommend(traffic, given.memory or cache_memory(served, device), model=served, device=device)
+    problems = spaces.problems_of(served, device)
     kernels = [(problem, _kernel(problem, found.block_size)) for problem in problems]
     if given.json:
         options.write_json(
             {
-                "block_size": found.block_size, "num_blocks": found.num_blocks, "tier": found.tier,
-                "reason": found.reason, "tokens_per_second": found.tokens_per_second,
-                "concurrency": found.concurrency, "scores": [asdict(s) for s in found.scores],
+                **advice_document(found),
                 "kernels": [
                     {"kind": w.kind, "sliding_window": w.sliding_window, **_fields(c)} for w, c in kernels
                 ],
             }
         )  # fmt: skip
         return 0
-    _show(found, kernels, str(traffic), of)
+    _show(found, kernels, str(traffic), served)
     return 0
 
 
@@ -69,24 +70,26 @@ def _fields(choice: Choice | str) -> dict[str, object]:
     return {"backend": choice.backend, "config": config, "tier": choice.tier, "reason": choice.reason}
 
 
-def _show(found: Recommendation, kernels: Kernels, traffic: str, of: Model) -> None:
-    from rich.console import Console
+def _show(found: Recommendation, kernels: Kernels, traffic: str, served: Model) -> None:
+    out = console.console()
 
-    from pagedkern.autotune.report.serving import show_terms
+    def say(text: str, style: str = "") -> None:
+        console.say(out, text, style)
 
-    out = Console()
-
-    def say(text: str, style: str | None = None) -> None:
-        out.print(text, style=style, highlight=False, markup=False)
-
-    say(f"Workload: {traffic}.\n{of}.")
+    say(f"Workload: {traffic}.\n{served}.")
     if found.scores:
-        show_terms(out, found.scores)
+        show_terms(out, found.scores, found.block_size)
     say(f"Take block size {found.block_size}: {found.num_blocks:,} blocks.", "bold")
-    say(f"Tier {found.tier}: {found.reason}.")
+    if found.advice:
+        say(f"{found.advice[:1].upper()}{found.advice[1:]}.")
+    say(f"Tier {found.tier}: {found.basis}.")
+    if found.token_budget is not None:
+        say(f"For the scheduler: token_budget={found.token_budget}, max_num_seqs={found.max_num_seqs}.")
     said: dict[str, list[str]] = {}  # what is equal is said once
     for problem, choice in kernels:
-        layers = "" if len(of.windows) == 1 else f" (window {w:,})" if (w := problem.sliding_window) else " (no window)"
+        layers = (
+            "" if len(served.windows) == 1 else f" (window {w:,})" if (w := problem.sliding_window) else " (no window)"
+        )
         said.setdefault(str(choice), []).append(f"{problem.kind}{layers}")
     for text, names in said.items():
         say(f"{', '.join(names).capitalize()}: {text}.")

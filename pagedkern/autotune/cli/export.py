@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pagedkern.autotune.cli import PROG, options
 from pagedkern.autotune.profile import distil
+from pagedkern.autotune.report import console
 from pagedkern.errors import InvalidArgument
 
 HELP = """\
@@ -30,11 +30,11 @@ def run(argv: Sequence[str]) -> int:
         raise InvalidArgument(f"records: nothing was decided from them: run {PROG} with a longer --budget")
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     if given.output is None:
-        sys.stdout.write(text)
+        console.write(text)
         return 0
     try:
         given.output.write_text(text, encoding="utf-8")
     except OSError as error:
-        sys.stderr.write(f"{PROG} export: {given.output}: {error.strerror}\n")
+        console.complain(f"{PROG} export: {given.output}: {error.strerror}")
         return 3
     return 0

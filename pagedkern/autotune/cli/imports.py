@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pagedkern.autotune import profile as profiles
 from pagedkern.autotune import store
 from pagedkern.autotune.cli import PROG, options
+from pagedkern.autotune.report import console
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import files
 from pagedkern.autotune.store import profiles as stored
@@ -36,14 +36,14 @@ def run(argv: Sequence[str]) -> int:
     kind = str(profile.device["type"])
     here = machine.present(kind) and dict(machine.identity(kind)) == dict(profile.device)
     whose = "this machine" if here else machine.describe(profile.device)
-    sys.stdout.write(f"Of {whose}, {profile.when}, {profile.measured}\n")
+    console.write(f"Of {whose}, {profile.when}, {profile.measured}\n")
     for what, own in [("kernels", False), ("rates", True)] if here else [("kernels and rates", False)]:
         try:
             path, kept = stored.take_over(document, profile.shape.name(), own)
         except OSError as error:
-            sys.stderr.write(f"{PROG} import: {error}\n")
+            console.complain(f"{PROG} import: {error}")
             return 3
         done = f"Kept: {what} of {kept}, which are newer" if kept else f"Taken over: {what}"
-        sys.stdout.write(f"{done}\n  {path}\n")
+        console.write(f"{done}\n  {path}\n")
     store.reload()
     return 0

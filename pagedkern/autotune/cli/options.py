@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import pagedkern.backends as registry
-from pagedkern.autotune import workloads
+from pagedkern.autotune import arguments, workloads
 from pagedkern.autotune.cli import PROG
 from pagedkern.autotune.recommend import parse_memory
 from pagedkern.autotune.records import Recorded, load
-from pagedkern.autotune.store import device as machine
+from pagedkern.autotune.report import console
 from pagedkern.autotune.store import files
 from pagedkern.errors import InvalidArgument
 
@@ -53,8 +49,10 @@ def add_serving(add: Add, several: bool = False) -> None:
         add("--workload", type=workload, default="chat", metavar="NAME", help=f"{what} (default chat)")
     shape = "heads=32, kv_heads=8, head_dim=128, layers=32, dtype=bfloat16, weight_bytes=16e9 joined by commas alone"
     known = ", ".join(workloads.model_names())
-    change = "one with changes as llama-3-8b,dtype=float32"
-    add("--model", type=model, metavar="NAME", help=f"{known}, {change}, or a shape: {shape} (default llama-3-8b)")
+    folder = "a folder with a config.json, or that file"
+    change = "either with changes as llama-3-8b,dtype=float32"
+    text = f"{known}; {folder}; {change}; or a shape: {shape} (default llama-3-8b)"
+    add("--model", type=model, metavar="NAME", help=text)
     add("--memory", type=memory, metavar="BYTES", help="of the KV cache, such as 24GB (default: by what is free)")
 
 
@@ -63,30 +61,19 @@ def add_json(add: Add, what: str = "a JSON document instead of tables") -> None:
 
 
 def seconds(text: str) -> float:
-    units = {"": 1, "s": 1, "m": 60, "h": 3600}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    value = float(found[1]) * units[found[2]] if found else math.nan
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"got {text!r}, accepted is a time such as 90, 30s, 1.5m or 1h")
-    return value
+    return _refused(lambda given: arguments.seconds("time", given), text)
 
 
 def count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"got {text!r}, accepted is a whole number from 1")
-    return int(text)
+    return _refused(lambda given: arguments.count("number", given), text)
 
 
 def block_sizes(text: str) -> list[int]:
-    return sorted({count(part.strip()) for part in text.split(",")})
+    return _refused(lambda given: arguments.block_sizes("block size", given), text)
 
 
 def backends(text: str) -> list[str]:
-    names = [part.strip() for part in text.split(",")]
-    for name in names:
-        if name not in registry.names():
-            raise argparse.ArgumentTypeError(f"got {name!r}, accepted are {', '.join(registry.names())}")
-    return names
+    return _refused(lambda given: arguments.backends("backend", given), text)
 
 
 def workload(text: str) -> workloads.Traffic:
@@ -108,12 +95,6 @@ def _refused(make: Callable[[str], T], text: str) -> T:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def cache_memory(of: workloads.Model, device: str) -> int:
-    """What a cache may take when nobody says: beside the weights on a GPU, half of what is free on a CPU."""
-    free = machine.free_memory(device)
-    return max(free // 2 if device == "cpu" else free * 9 // 10 - of.weight_bytes, 16 * of.token_bytes)
-
-
 def last_records() -> Path | None:
     """The records of the last run on this machine."""
     folder = files.runs()
@@ -131,9 +112,4 @@ def records(path: Path | None) -> Recorded:
 
 def write_json(document: Mapping[str, object]) -> None:
     """Print a document, with the version of its format: another number once a field means something else or is gone."""
-    json.dump({"format": FORMAT, **document}, sys.stdout, indent=1, allow_nan=False)
-    sys.stdout.write("\n")
-
-
-def gigabytes(count_: int) -> str:
-    return f"{count_ / 1e9:,.1f} GB"
+    console.write(json.dumps({"format": FORMAT, **document}, indent=1, allow_nan=False) + "\n")

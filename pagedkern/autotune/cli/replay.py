@@ -28,13 +28,14 @@ def run(argv: Sequence[str]) -> int:
     options.add_json(parser.add_argument)
     given = parser.parse_args(argv)
     from pagedkern.autotune.replay import regret, replay
+    from pagedkern.autotune.report.console import Column, Row, console, show_table
     from pagedkern.autotune.report.formats import digits
 
     recorded = options.records(given.file)
     searched = replay(recorded, given.budget, given.seed)
     rows = []
     for traffic in given.workload or [workloads.load(name) for name in workloads.names()]:
-        model = given.model or traffic.model or workloads.model(workloads.model_names()[0])
+        model = given.model or traffic.model or workloads.default_model()
         found = regret(searched, traffic, model, given.memory or _memory(traffic.limit, model))
         rows.append((traffic.name, found))
     if given.json:
@@ -46,20 +47,15 @@ def run(argv: Sequence[str]) -> int:
             }
         )
         return 0
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("workload", "chosen", "best", "tokens/s", "regret"):
-        table.add_column(name, justify="left" if name == "workload" else "right")
+    columns = [Column("workload"), *(Column(name, right=True) for name in ("chosen", "best", "tokens/s", "regret"))]
+    lines = []
     for name, found in rows:
-        if found is None:
-            table.add_row(name, "-", "-", "-", "-")
-        else:
+        cells = ["-", "-", "-", "-"]
+        if found is not None:
             sizes = [str(score.block_size) for score in (found.chosen, found.optimum)]
-            table.add_row(name, *sizes, digits(found.chosen.tokens_per_second), f"{found.share:.2%}")
-    Console().print(table)
+            cells = [*sizes, digits(found.chosen.tokens_per_second), f"{found.share:.2%}"]
+        lines.append(Row([name, *cells]))
+    show_table(console(), columns, lines)
     return 0
 
 

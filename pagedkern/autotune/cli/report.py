@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pagedkern.autotune import workloads
 from pagedkern.autotune.cli import PROG, options
+from pagedkern.autotune.report import console
 
 HELP = """\
 Draw the measurements of a run: what each block size gives for a workload,
@@ -34,12 +34,12 @@ def run(argv: Sequence[str]) -> int:
 
     recorded = options.records(given.file)
     traffic = given.workload
-    model = given.model or traffic.model or workloads.model(workloads.model_names()[0])
+    model = given.model or traffic.model or workloads.default_model()
     memory = given.memory or 8 * traffic.limit * model.token_bytes
     try:
         html, png = page.write(recorded, traffic, model, memory, given.output)
     except OSError as error:
-        sys.stderr.write(f"{PROG} report: {error}\n")
+        console.complain(f"{PROG} report: {error}")
         return 3
-    sys.stdout.write(f"{html}\n{png}\n")
+    console.write(f"{html}\n{png}\n")
     return 0

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from pagedkern.autotune import recommend, store
 from pagedkern.autotune.cli import PROG, options
+from pagedkern.autotune.report import console
 from pagedkern.autotune.store import files
 
 HELP = """\
 List what is stored: for each problem the choice, its gain when it was
 measured, and whether it is used on this machine now; and the rates that block
-sizes are foretold with, those that were imported and that ship among them.
+sizes are predicted with, those that were imported and that ship among them.
 Choices for other machines, and those made with other kernels or library
 versions, are listed but not used.
 """
@@ -22,8 +22,6 @@ def run(argv: Sequence[str]) -> int:
     parser = options.parser("show", HELP)
     options.add_json(parser.add_argument, "a JSON document instead of tables")
     given = parser.parse_args(argv)
-    from rich.console import Console
-
     from pagedkern.autotune.report import document, terminal
 
     stored, profiles = list(store.contents()), recommend.known()
@@ -31,9 +29,10 @@ def run(argv: Sequence[str]) -> int:
         options.write_json({"choices": document.stored_document(stored), "rates": document.rates_document(profiles)})
         return 0
     if stored:
-        terminal.show_stored(Console(), stored)
+        terminal.show_stored(console.console(), stored)
     if profiles:
-        terminal.show_rates(Console(), profiles)
-    if not stored and not any(state in ("used", "stale") for state, _, _ in profiles):
-        sys.stdout.write(f"Nothing of this machine is stored in {files.directory()}. Run {PROG} to change that.\n")
+        terminal.show_rates(console.console(), profiles)
+    if not stored and not any(state in ("used", "other threads", "stale") for state, _, _ in profiles):
+        for line in ("Nothing of this machine is stored in", f"  {files.directory()}", f"Run {PROG} to change that."):
+            console.say(console.console(), line)
     return 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from pagedkern.autotune import workloads
 from pagedkern.autotune.cli import options
+from pagedkern.autotune.report import console
 from pagedkern.errors import InvalidArgument
 
 HELP = """\
@@ -32,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     if given.name is not None:
         if given.name not in workloads.names():
             raise InvalidArgument(f"got {given.name!r}, accepted is one of {', '.join(workloads.names())}")
-        sys.stdout.write((workloads.FOLDER / f"{given.name}.toml").read_text(encoding="utf-8"))
+        console.write((workloads.FOLDER / f"{given.name}.toml").read_text(encoding="utf-8"))
         return 0
     presets = [workloads.load(name) for name in workloads.names()]
     models = [workloads.model(name) for name in workloads.model_names()]
@@ -45,20 +46,17 @@ def run(argv: Sequence[str]) -> int:
             }
         )
         return 0
-    from rich.console import Console
-    from rich.padding import Padding
-    from rich.text import Text
-
-    out = Console()
+    out = console.console()
 
     def say(line: str) -> None:
-        out.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
+        for part in textwrap.wrap(line, max(4, out.width), initial_indent="  ", subsequent_indent="  "):
+            console.say(out, part)
 
     for preset in presets:
-        out.print(preset.name, style="bold", highlight=False)
+        console.say(out, preset.name, "bold")
         for line in (preset.about, f"{preset}.", f"{preset.source} ({preset.licence})."):
             say(line)
-    out.print("\nModels", style="bold", highlight=False)
+    console.say(out, "\nModels", "bold")
     for model in models:
         say(str(model))
     return 0

@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from pagedkern.autotune.objective import Score, best
+from pagedkern.autotune.advice import advise
+from pagedkern.autotune.objective import USUAL_BLOCK_SIZE, Score
 from pagedkern.autotune.records import Recorded
 from pagedkern.autotune.space import Candidate, Space
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c4554d", "#787774")  # told apart by the colour-blind, too
 INK, FAINT, GOOD = "#37352f", "#d3d1cb", "#d9730d"
-USUAL = 16
 
 
 def draw(recorded: Recorded, scores: Sequence[Score], title: str) -> Figure:
@@ -70,21 +70,28 @@ def _throughput(axis: Axes, scores: Sequence[Score]) -> None:
     axis.set_title("Output tokens per second", loc="left")
     if not scores:
         return _empty(axis, "nothing fits the memory")
-    chosen = best(scores)
+    chosen = _taken(scores)
     values = [s.tokens_per_second for s in scores]
     colours = [GOOD if s == chosen else COLOURS[0] for s in scores]
     bars = axis.bar(range(len(scores)), values, color=colours, width=0.7)
+    errors = [[s.tokens_per_second - s.low for s in scores], [s.high - s.tokens_per_second for s in scores]]
+    axis.errorbar(range(len(scores)), values, errors, fmt="none", ecolor=INK, capsize=3, linewidth=0.8)
     axis.bar_label(bars, labels=[f"{v:,.4g}" if v < 1000 else f"{v:,.0f}" for v in values], padding=2, fontsize=8)
     axis.set_xticks(range(len(scores)), [str(s.block_size) for s in scores])
-    low, high = min(values), max(values)
+    low, high = min(s.low for s in scores), max(s.high for s in scores)
     axis.set_ylim(max(0.0, low - 2 * (high - low) - 0.01 * high), high + 0.35 * (high - low) + 0.005 * high)
     axis.set_xlabel("block size (tokens); the axis does not begin at 0")
     return None
 
 
+def _taken(scores: Sequence[Score]) -> Score | None:
+    advice = advise(scores)
+    return advice.score if advice else None
+
+
 def _terms(axis: Axes, scores: Sequence[Score]) -> None:
-    base = min(scores, key=lambda s: abs(s.block_size - USUAL), default=None)
-    axis.set_title(f"Against block size {base.block_size if base else USUAL}", loc="left")
+    base = min(scores, key=lambda s: abs(s.block_size - USUAL_BLOCK_SIZE), default=None)
+    axis.set_title(f"Against block size {base.block_size if base else USUAL_BLOCK_SIZE}", loc="left")
     if base is None:
         return _empty(axis, "nothing fits the memory")
     x = range(len(scores))
@@ -116,7 +123,7 @@ def _pareto(axis: Axes, scores: Sequence[Score]) -> None:
     front = [p for p in points if not any(q[0] >= p[0] and q[1] <= p[1] and q[:2] != p[:2] for q in points)]
     front.sort(key=lambda p: p[0])
     axis.plot([p[0] for p in front], [p[1] for p in front], color=FAINT, linewidth=2, zorder=1)
-    chosen = best(scores)
+    chosen = _taken(scores)
     for x, y, s in points:
         colour = GOOD if s == chosen else COLOURS[0] if (x, y, s) in front else COLOURS[5]
         axis.scatter([x], [y], color=colour, s=36, zorder=2)

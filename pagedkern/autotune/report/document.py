@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pagedkern.autotune.decision import ERROR_RATE, compare
-from pagedkern.autotune.objective import best
 from pagedkern.autotune.profile import Profile, to_json
+from pagedkern.autotune.recommend import Recommendation
+from pagedkern.autotune.runs import Outcome, Run, Serving
 from pagedkern.autotune.space import Candidate, Space
 from pagedkern.autotune.store import Stored
 from pagedkern.autotune.store import device as machine
-from pagedkern.autotune.tune import Outcome, Run, Served
 
 
 def document(run: Run) -> dict[str, object]:
@@ -21,6 +21,7 @@ def document(run: Run) -> dict[str, object]:
         "device": dict(run.device),
         "driver": machine.driver(str(run.device["type"])),
         "interrupted": run.interrupted,
+        "failures": run.failures,
         "unusable_backends": run.unusable,
         "problems": [_outcome_document(outcome) for outcome in run.outcomes],
         "profile": to_json(run.profile) if run.profile else None,
@@ -29,18 +30,21 @@ def document(run: Run) -> dict[str, object]:
     }
 
 
-def served_document(served: Served) -> dict[str, object]:
-    """What the block sizes come to for a workload, as a JSON object."""
-    chosen = best(served.scores)
+def served_document(served: Serving) -> dict[str, object]:
+    """What the block sizes give for a workload, as a JSON object."""
+    found = served.advice
     return {
         "workload": served.traffic.name,
         "model": asdict(served.model),
         "memory": served.memory,
-        "block_size": chosen.block_size if chosen else None,
-        "tier": served.tier,
-        "reason": served.reason,
-        "scores": [asdict(score) for score in served.scores],
+        **advice_document(found),
+        "block_size": found.block_size if found.scores else None,
     }
+
+
+def advice_document(found: Recommendation) -> dict[str, object]:
+    """A recommendation as a JSON object."""
+    return asdict(found)
 
 
 def plan_document(spaces: Iterable[Space], unusable: list[str]) -> dict[str, object]:

@@ -7,13 +7,17 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
+from pagedkern.autotune.advice import advise
 from pagedkern.autotune.decision import decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.objective import Score, best, score
-from pagedkern.autotune.profile import Shape, rates_of
+from pagedkern.autotune.profile import Shape
+from pagedkern.autotune.rates import Rates
+from pagedkern.autotune.rating import rates_of
 from pagedkern.autotune.records import Recorded
 from pagedkern.autotune.report import charts
 from pagedkern.autotune.report.formats import digits, time_text
+from pagedkern.autotune.scheduling import advise_scheduler
 from pagedkern.autotune.space import Space
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.workloads import Model, Traffic
@@ -28,7 +32,7 @@ th { color: #787774; } td:first-child, th:first-child { text-align: left; paddin
 tr.best td { font-weight: bold; color: #b35309; } svg { width: 100%; height: auto; } p { max-width: 46em; }
 """
 
-COLUMNS = ("block size", "sequences", "waste", "step", "attention", "request", "cached", "tokens/s", "of best")
+COLUMNS = ("block size", "sequences", "waste", "step", "attention", "request", "cached", "tokens/s", "±", "of best")
 
 
 def write(recorded: Recorded, traffic: Traffic, model: Model, memory: int, path: Path) -> tuple[Path, Path]:
@@ -41,22 +45,25 @@ def write(recorded: Recorded, traffic: Traffic, model: Model, memory: int, path:
     figure = charts.draw(recorded, scores, title)
     html, png = path.with_name(path.name + ".html"), path.with_name(path.name + ".png")
     charts.png(figure, png)
-    html.write_text(_page(recorded, traffic, model, memory, scores, charts.svg(figure)), encoding="utf-8")
+    html.write_text(_page(recorded, traffic, model, memory, rates, scores, charts.svg(figure)), encoding="utf-8")
     return html, png
 
 
 def _page(
-    recorded: Recorded, traffic: Traffic, model: Model, memory: int, scores: Sequence[Score], picture: str
-) -> str:
-    chosen = best(scores)
-    answer = "Nothing was decided: measure for longer."
-    if chosen is not None:
-        usual = next((s for s in scores if s.block_size == 16), None)
-        gain = chosen.tokens_per_second / usual.tokens_per_second - 1 if usual else 0.0
-        answer = f"Block size {chosen.block_size}: {digits(chosen.tokens_per_second)} output tokens per second"
-        answer += f", {gain:.1%} more than with 16." if usual and chosen.block_size != 16 else "."
+    recorded: Recorded, traffic: Traffic, model: Model, memory: int, rates: Rates | None, scores: Sequence[Score],
+    picture: str,
+) -> str:  # fmt: skip
+    advice = advise(scores)
+    chosen = advice.score if advice else None
+    answer, why = "Nothing was decided: measure for longer.", ""
+    if advice is not None:
+        taken = advice.score
+        answer = f"Block size {taken.block_size}: {digits(taken.tokens_per_second)} output tokens per second"
+        gain = taken.tokens_per_second / advice.usual.tokens_per_second - 1
+        answer += f", {gain:.1%} more than with {advice.usual.block_size}." if taken != advice.usual else "."
+        why = f"<p>{escape(_sentence(str(advice)))} {escape(_limits(traffic, model, rates, taken))}</p>"
     parts = [
-        f"<h1>{escape(answer)}</h1>",
+        f"<h1>{escape(answer)}</h1>{why}",
         f"<p class=faint>{escape(machine.describe(recorded.device))}, measured {escape(recorded.when[:10])}.<br>"
         f"{escape(traffic.name)}: {escape(str(traffic))}. {escape(traffic.source)}"
         f"{' (' + escape(traffic.licence) + ')' if traffic.licence else ''}.<br>"
@@ -65,12 +72,13 @@ def _page(
         "<h2>What each block size comes to</h2>",
         _table(
             COLUMNS,
-            [(_score_cells(s, chosen), s == chosen) for s in scores],
+            [(_score_cells(s, best(scores)), s == chosen) for s in scores],
         ),
         "<p>A larger block wastes more memory and shares less of a prefix, a smaller one may be slower to read. "
         "<i>sequences</i> fit the memory; <i>waste</i> is the share of their slots that hold no token; a <i>step</i> "
         "computes one token for each, <i>attention</i> in it; a <i>request</i> costs its prompt, copies and swaps, "
-        "but for <i>cached</i> tokens.</p>",
+        "but for <i>cached</i> tokens. ± is what the measurements leave open beside the usual block size: the advice "
+        "leaves it only for what is better beyond that.</p>",
     ]
     for space, log in zip(recorded.spaces, recorded.logs, strict=True):
         parts += _kernels(space, log)
@@ -106,11 +114,23 @@ def _other_shape(recorded: Recorded, model: Model) -> str:
     return "" if shape == Shape.of(model) else f" The rates are of another shape, {shape.name()}."
 
 
-def _score_cells(s: Score, chosen: Score | None) -> tuple[str, ...]:
+def _score_cells(s: Score, most: Score | None) -> tuple[str, ...]:
     times = (time_text(t) for t in (s.step_seconds, s.attention_seconds, s.request_seconds))
     head = (str(s.block_size), digits(s.concurrency), f"{s.waste:.1%}")
-    share = f"{s.tokens_per_second / chosen.tokens_per_second:.2%}" if chosen else ""
-    return (*head, *times, f"{s.cached_tokens:,.0f}", digits(s.tokens_per_second), share)
+    share = f"{s.tokens_per_second / most.tokens_per_second:.2%}" if most else ""
+    return (*head, *times, f"{s.cached_tokens:,.0f}", digits(s.tokens_per_second), f"{s.error:.1%}", share)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _limits(traffic: Traffic, model: Model, rates: Rates | None, score: Score) -> str:
+    """What to tell a scheduler."""
+    if rates is None:
+        return ""
+    found = advise_scheduler(traffic, model, rates, score)
+    return f"For the scheduler: token_budget={found.token_budget}, max_num_seqs={found.max_num_seqs}."
 
 
 def _left_out(space: Space, log: Log) -> list[str]:

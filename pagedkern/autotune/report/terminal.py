@@ -1,4 +1,4 @@
-"""What a run came to, as tables: rich, 80 columns wide or more."""
+"""Results of a run, and what is stored, as tables for a console of any width."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from pagedkern.autotune.decision import ERROR_RATE, MIN_ROUNDS, compare
+from pagedkern.autotune.report.console import Column, Row, say, show_table
 from pagedkern.autotune.report.formats import digits, time_text
 from pagedkern.autotune.report.serving import show_served
+from pagedkern.autotune.runs import Outcome, Run
 from pagedkern.autotune.store import MIN_GAIN, Stored
 from pagedkern.autotune.store import device as machine
-from pagedkern.autotune.tune import Outcome, Run
 
 BEST, CHOSEN = "*", "+"
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
-    from rich.table import Table
 
     from pagedkern.autotune.profile import Profile
     from pagedkern.autotune.space import Candidate, Space
@@ -27,115 +27,86 @@ if TYPE_CHECKING:
 
 def show_run(console: Console, run: Run, every: bool = False) -> None:
     """Print the table of each problem and what became of it. `every`: also candidates that left early."""
-    _say(console, machine.describe(run.device), "bold")
+    say(console, machine.describe(run.device), "bold")
     for outcome in run.outcomes:
-        _say(console, f"\n{_headline(outcome)}")
+        say(console, f"\n{_headline(outcome)}")
         if outcome.log.screened or outcome.log.left_out:
-            console.print(_table(outcome, every))
+            _table(console, outcome, every)
         for line in _notes(outcome, every):
-            _say(console, line, "bold" if line.startswith("Best") else "")
+            say(console, line, "bold" if line.startswith("Best") else "")
     if run.served:
-        _say(console, "")
+        say(console, "")
         show_served(console, run.served)
-    _say(console, "")
+    say(console, "")
     for line in [*(f"Not measured: {reason}." for reason in run.unusable), *_conclusion(run)]:
-        _say(console, line, "bold red" if line.startswith("Not stored") else "")
+        say(console, line, "bold red" if line.startswith(("Not stored", "Ended early")) else "")
 
 
 def show_plan(console: Console, spaces: Iterable[Space], unusable: list[str]) -> None:
     """Print what a run would measure."""
     for space in spaces:
-        _say(console, f"{space.workload.kind.capitalize()}: {space.workload}")
+        say(console, f"{space.workload.kind.capitalize()}: {space.workload}")
         sizes: dict[str, list[int]] = {}
         for candidate in sorted(space.candidates, key=lambda c: c.block_size):
             sizes.setdefault(str(candidate), []).append(candidate.block_size)
         for name, at in sizes.items():
-            _say(console, f"  {name} at block size {', '.join(map(str, at))}")
+            say(console, f"  {name} at block size {', '.join(map(str, at))}")
         for reason in space.refused:
-            _say(console, f"  not {reason}")
+            say(console, f"  not {reason}")
     for reason in unusable:
-        _say(console, f"Not measured: {reason}.")
+        say(console, f"Not measured: {reason}.")
 
 
 def show_stored(console: Console, stored: list[Stored]) -> None:
     """Print the contents of the store."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("problem", "choice", "speed", "when", "state"):
-        width = 33 if name == "problem" else 10 if name == "when" else None  # the choice is what is folded first
-        table.add_column(name, justify="right" if name == "speed" else "left", overflow="fold", min_width=width)
+    columns = [Column("problem", folds=True), Column("choice", folds=True), Column("speed", right=True)]
+    rows = []
     for entry in sorted(stored, key=lambda e: (e.path.parent, e.path.name.partition("-b")[0], e.key.block_size)):
-        key = entry.key
         fields = ", ".join(f"{name}={value}" for name, value in entry.tuned.config.items())
-        problem, choice = key.filename().removesuffix(".json"), f"{entry.backend}({fields})"
-        cells = [problem, choice, f"{entry.tuned.gain:.2f}x", entry.tuned.when[:10], entry.state]
-        table.add_row(*map(escape, cells))
-    console.print(table)
-    _say(
+        problem, choice = entry.key.filename().removesuffix(".json"), f"{entry.backend}({fields})"
+        rows.append(Row([problem, choice, f"{entry.tuned.gain:.2f}x", entry.tuned.when[:10], entry.state]))
+    show_table(console, [*columns, Column("when"), Column("state", folds=True)], rows)
+    say(
         console,
         'Speed is against the untuned choice at that block size. State "auto": backend="auto" uses it; "used": a call '
-        'that names the backend does; "stale" (made with other kernels or library versions) and "another machine" are '
-        "passed over.",
+        'that names the backend does; "stale" (made with other kernels or library versions) and "other threads" (with '
+        'more or fewer of them on this machine): used for want of others, if the kernels are the same; "another '
+        'machine": passed over.',
     )
 
 
 def show_rates(console: Console, profiles: list[tuple[str, Path, Profile]]) -> None:
     """Print profiles with their states: see `recommend.known`."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("rates for", "machine", "GB/s", "when", "state"):
-        table.add_column(name, justify="right" if name == "GB/s" else "left", overflow="fold")
+    columns = [Column("rates for", folds=True), Column("machine", folds=True), Column("GB/s", right=True)]
+    rows = []
     for state, _, profile in profiles:
-        fastest = max(speed.kv_bytes_per_second for speed in profile.rates.speeds.values())
-        cells = [
-            profile.shape.name(),
-            machine.describe(profile.device),
-            digits(fastest / 1e9),
-            profile.when[:10],
-            state,
-        ]
-        table.add_row(*map(escape, cells))
-    console.print(table)
-    _say(
+        fastest = max(profile.rates.speeds.values(), key=lambda speed: speed.kv_bytes_per_second)
+        rate = f"{digits(fastest.kv_bytes_per_second / 1e9)} ±{fastest.kv_error:.1%}"
+        rows.append(Row([profile.shape.name(), machine.describe(profile.device), rate, profile.when[:10], state]))
+    show_table(console, [*columns, Column("when"), Column("state", folds=True)], rows)
+    say(
         console,
-        'GB/s: of decode at the fastest block size. State "used": for a model of that shape on this machine, and for '
-        'want of one for others; "stale": measured with other kernels or library versions; "imported", "shipped": for '
-        "want of measurements of this machine, if it is the one most like it.",
+        "GB/s: of decode at the fastest block size, ± what the measurements leave open beside the usual block size: "
+        'the usual one is taken unless another is better beyond that. State "used": for a model of that shape on this '
+        'machine, and for want of one for others; "other threads": measured on this machine with more or fewer of '
+        'them, and "stale": with other kernels or library versions, both for want of those; "imported", "shipped": '
+        "for want of measurements of this machine, if it is the one most like it.",
     )
 
 
-def _say(console: Console, text: str, style: str = "") -> None:
-    """Print plain text: no markup is read from it, for reasons and paths may hold brackets."""
-    console.print(text, style=style or None, highlight=False, markup=False)
-
-
-def _table(outcome: Outcome, every: bool) -> Table:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
+def _table(console: Console, outcome: Outcome, every: bool) -> None:
     decode = outcome.space.workload.kind == "decode"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("block", "time", "GB/s", "of read", "speed") if decode else ("block", "time", "GFLOP/s", "speed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("choice", overflow="fold")  # the one that takes what room there is
+    names = ("time", "GB/s", "of read", "speed") if decode else ("time", "GFLOP/s", "speed")
+    columns = [Column("block", right=True, once=True), *(Column(name, right=True) for name in names)]
+    rows = []
     previous = None
     for candidate in _shown(outcome, every):
-        if previous not in (None, candidate.block_size):
-            table.add_section()
-        block = "" if candidate.block_size == previous else str(candidate.block_size)
-        previous = candidate.block_size
         mark, style = _mark(outcome, candidate)
-        choice = f"{candidate}{_note(outcome, candidate)}"
-        table.add_row(*map(escape, [block, *_figures(outcome, candidate), mark, choice]), style=style)
-    return table
+        cells = [str(candidate.block_size), *_figures(outcome, candidate), mark]
+        begins = previous != candidate.block_size
+        previous = candidate.block_size
+        rows.append(Row([*cells, f"{candidate}{_note(outcome, candidate)}"], style, begins))
+    show_table(console, [*columns, Column(""), Column("choice", folds=True)], rows)
 
 
 def _figures(outcome: Outcome, candidate: Candidate) -> list[str]:
@@ -152,14 +123,14 @@ def _figures(outcome: Outcome, candidate: Candidate) -> list[str]:
     return [time_text(seconds), digits(rate), *(["-" if share is None else f"{share:.0%}"] if decode else []), speed]
 
 
-def _mark(outcome: Outcome, candidate: Candidate) -> tuple[str, str | None]:
+def _mark(outcome: Outcome, candidate: Candidate) -> tuple[str, str]:
     """A sign that says whether a candidate was chosen, and the style of its row."""
     winner = outcome.verdict.winners.get(candidate.block_size)
     if outcome.verdict.best and candidate == outcome.verdict.best.candidate:
         return BEST, "bold green"
     if winner and candidate == winner.candidate:
-        return CHOSEN, None
-    return " ", "dim" if candidate in outcome.log.left_out else None
+        return CHOSEN, ""
+    return "", "dim" if candidate in outcome.log.left_out else ""
 
 
 def _note(outcome: Outcome, candidate: Candidate) -> str:
@@ -239,20 +210,31 @@ def _conclusion(run: Run) -> Iterator[str]:
             f"Others used this machine (load {run.load} on {machine.cpu_threads()} threads): measure again when it is "
             "quiet. Comparisons are of runs in turn, and hold better than the times."
         )
+    again = " Run again with --resume to measure the rest." if run.records is not None else ""
+    for failure in run.failures:
+        yield f"Ended early: {failure}. What was decided until then was kept.{again}"
     if run.interrupted:
-        yield "Interrupted: what is shown is the best so far."
+        yield f"Interrupted: what is shown is the best so far.{again}"
+
+
+def _name(outcome: Outcome, several: bool) -> str:
+    """A problem in a word, with its window if there are several."""
+    window = outcome.space.workload.sliding_window
+    where = "" if not several else " without a window" if window is None else f" with a window of {window:,}"
+    return f"{outcome.space.workload.kind}{where}"
 
 
 def _one_block_size(run: Run) -> Iterator[str]:
     """A cache has one block size for decode and prefill: what the best of each does to the other."""
     decided = [(o, o.verdict.best.candidate) for o in run.outcomes if o.verdict.best]
     moved = [(o, best) for o, best in decided if best.block_size != o.space.baseline.block_size]
+    several = len({o.space.workload.sliding_window for o in run.outcomes}) > 1
     for outcome, best in moved:
-        line = f"Block size {best.block_size} is best in {outcome.space.workload.kind}"
+        line = f"Block size {best.block_size} is best in {_name(outcome, several)}"
         for other, _ in decided:
             if other is not outcome and (pick := other.verdict.winners.get(best.block_size)):
                 gain = compare(other.log, pick.candidate, other.space.baseline, ERROR_RATE)
-                line += f"; there {other.space.workload.kind} runs at {gain.ratio:.2f}x"
+                line += f"; there {_name(other, several)} runs at {gain.ratio:.2f}x"
         yield f"{line}."
     if moved:
         yield "Here only the time of the kernels counts; the table of workloads weighs memory and prefixes too."

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pagedkern.autotune.store import device as machine
-from pagedkern.autotune.store import files, profiles
+from pagedkern.autotune.store import files, machines, profiles
 from pagedkern.backends.base import Problem
 
 FORMAT = 2
@@ -135,12 +135,12 @@ def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
     What was stored against another default, or with other code, is dropped. Takes effect in this process at once.
 
     Raises:
-        OSError: the directory cannot be made, locked or written; what was stored before is still there, whole.
+        OSError: the directory cannot be made or written; what was stored before is still there, whole.
     """
     key = Key.of(problem)
     path = location(files.writable(), key)
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    with files.locked(path.parent):
+    with files.locked(path.parent) as alone:
         defaults = {tuned.default for tuned in choices.values()}
         kept = {n: c for n, c in _read(path, key).items() if _fresh(n, c[1]) and c[0].default in defaults}
         entries = {name: entry(tuned, code) for name, (tuned, code) in kept.items()}
@@ -153,7 +153,7 @@ def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
             "problem": asdict(key),
             "choices": entries,
         }
-        files.replace(path, document)
+        files.replace(path, document, alone)
         _evict(path.parent)
     reload()
     return path
@@ -162,7 +162,7 @@ def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
 def _evict(folder: Path) -> None:
     """Drop files in which nothing can be used by this installation any more and that are old, or too many. The caller
     holds the lock. An installation with other versions may still use what is stale here, hence not at once."""
-    ages = sorted((time.time() - path.stat().st_mtime, path) for path in folder.glob("*.json"))
+    ages = sorted((time.time() - path.stat().st_mtime, path) for path in files.found(folder, "*.json"))
     for rank, (age, path) in enumerate(ages):
         if age > KEPT_DAYS * 86400 or rank >= KEPT_FILES:
             try:
@@ -184,16 +184,16 @@ def reload() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One choice in the store, whether or not it would be used."""
+    """One choice in the store, whether or not it would be used: "auto" is what backend="auto" uses; "stale" was made
+    with other kernels or libraries, "other threads" on this machine with another number of them: both are used for want
+    of others, as far as the kernels are the same."""
 
     path: Path
     device: Mapping[str, str | int]
     key: Key
     backend: str
     tuned: Tuned
-    state: (
-        str  # "auto": backend="auto" uses it; "used": calls that name the backend do; else "stale", "another machine"
-    )
+    state: str  # "auto", "used": by calls that name the backend; "stale", "other threads", "another machine"
 
 
 def contents() -> Iterator[Stored]:
@@ -209,15 +209,17 @@ def contents() -> Iterator[Stored]:
                 raise ValueError("of no device")
             if path.name != key.filename():
                 raise ValueError("of another problem than its name says")
-            here = machine.present(key.device) and path == location(home, key)
+            present = machine.present(key.device)
+            here = present and path == location(home, key)
+            own = present and machines.same_machine(machine.identity(key.device), device)
         except files.INVALID as error:
             _warn(path, f"cannot be used: {error or type(error).__name__}")
             continue
         choices = _read(path, key, device)
         best = _best({name: tuned for name, (tuned, code) in choices.items() if here and _fresh(name, code)})
         for name, (tuned, code) in choices.items():
-            state = "auto" if name == best else "used" if here and _fresh(name, code) else "stale"
-            yield Stored(path, device, key, name, tuned, state if here else "another machine")
+            state = "auto" if name == best else "used" if here else "other threads" if own else "another machine"
+            yield Stored(path, device, key, name, tuned, state if not own or _fresh(name, code) else "stale")
 
 
 def location(home: Path, key: Key, ordinal: int | None = None) -> Path:
@@ -238,7 +240,9 @@ def _current(home: Path, key: Key, ordinal: int | None) -> Mapping[str, Tuned]:
 
 @lru_cache(maxsize=4096)
 def _nearest(home: Path | None, key: Key, backend: str | None, ordinal: int | None) -> Found | None:
-    """The choice for a key of the machine most like this one, of those that were imported and those that ship.
+    """The choice for a key of the machine that says most about this one: this machine with the nearest number of
+    threads, or with other versions of libraries; else of those that were imported and those that ship the one most
+    like it.
 
     Kernels must be the same; versions of libraries may differ. A GPU must be of the same compute capability up to its
     minor number, a CPU of the same architecture: the rest of a machine decides how good the choice is, not whether it
@@ -247,22 +251,40 @@ def _nearest(home: Path | None, key: Key, backend: str | None, ordinal: int | No
     if key.device not in ("cpu", "cuda"):
         return None
     here = machine.identity(key.device, ordinal)
-    ranked = sorted(profiles.others(), key=lambda found: -machine.likeness(here, found[1]["device"]))
-    for path, document in ranked:
-        if not machine.likeness(here, document["device"]):
-            return None
-        try:
-            entries = [c for c in document.get("choices", ()) if Key(**c["problem"]) == key]
-            parsed = {c["backend"]: _parse(c) for c in entries}
-        except files.INVALID as error:
-            _warn(path, f"cannot be used: {error or type(error).__name__}")
-            continue
-        same = {n: tuned for n, (tuned, code) in parsed.items() if _same_kernel(n, code)}
+    ranked = sorted(_elsewhere(home, key, here), key=lambda found: machines.order(here, found[0]))
+    for device, choices in ranked:
+        same = {n: tuned for n, (tuned, code) in choices.items() if _same_kernel(n, code)}
         name = backend if backend in same else None if backend else _best(same)
         if name is not None:
-            where = machine.describe(document["device"])
-            return Found(name, same[name].config, "tuned-nearest", f"{_gain(same[name])}; measured on {where}")
+            tuned, code = choices[name]
+            where = machines.describe(here, device)
+            where += "" if not machines.same_machine(here, device) or _fresh(name, code) else ", other libraries"
+            said = f"{_gain(tuned)}; measured on {where}, {tuned.driver}, {tuned.when[:10]}"
+            return Found(name, tuned.config, "tuned-nearest", said)
     return None
+
+
+def _elsewhere(
+    home: Path | None, key: Key, here: Mapping[str, str | int]
+) -> Iterator[tuple[Mapping[str, str | int], Mapping[str, tuple[Tuned, Mapping[str, object]]]]]:
+    """The choices for a key that are not those of this machine as it is, each with its machine: first of this machine,
+    with other threads or by other code, then those that were imported, then those that ship."""
+    for path in files.found(home, f"tuned/*/{key.filename()}") if home is not None else []:
+        try:
+            device = files.load(path, FORMAT)["device"]
+            own = machine.is_identity(device) and path.parent.name == machine.slug_of(device)
+        except files.INVALID:
+            continue  # said where it is looked for
+        if own and machines.same_machine(here, device):
+            yield device, _read(path, key, device)
+    for path, document in profiles.others():
+        if not machine.likeness(here, document["device"]):
+            continue
+        try:
+            entries = [c for c in document.get("choices", ()) if Key(**c["problem"]) == key]
+            yield document["device"], {c["backend"]: _parse(c) for c in entries}
+        except files.INVALID as error:
+            _warn(path, f"cannot be used: {error or type(error).__name__}")
 
 
 def _same_kernel(backend: str, code: Mapping[str, object]) -> bool:

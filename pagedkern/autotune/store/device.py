@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pagedkern.autotune.store import files
 from pagedkern.backends import base
+from pagedkern.environment import limits
 
 BACKENDS = Path(base.__file__).parent
 SOURCES = {".py", ".cu", ".cuh", ".h", ".c", ".cpp"}
@@ -189,15 +190,12 @@ def libraries() -> Mapping[str, str]:
     return found
 
 
-@cache
 def cpu_threads() -> int:
-    """Cores this process may use, or fewer if the environment says so.
+    """Threads that this process may use: by its affinity, its container, and the environment.
 
     What a program sets later (`torch.set_num_threads`) is not asked: an engine that spares a core is still tuned.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limits = (os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"))
-    return max(1, min([cores, *(int(limit) for limit in limits if limit.isdigit() and int(limit))]))
+    return limits.threads()
 
 
 def last_level_cache(device: str) -> int:
@@ -245,16 +243,12 @@ def is_busy(load_: float | None, threads: object = None) -> bool:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that can be allocated now."""
+    """Bytes that can be allocated now: what the machine has left and what a container and `ulimit` allow."""
     if device != "cpu":
         import torch
 
         return int(torch.cuda.mem_get_info()[0])
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return int(found[1]) << 10 if found else 2 << 30
+    return limits.free_memory()
 
 
 def _processor() -> tuple[str, str]:

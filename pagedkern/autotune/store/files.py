@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pagedkern.environment import folders, locks, notices
+
 MAX_BYTES = 1 << 20  # of a file; a longer one is not ours
 LOCK_SECONDS = 10.0
+LEFT_OVER_SECONDS = 3600.0  # after which a file that was being written is a dead writer's, whoever else writes
 INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what a damaged file may raise
 
 
 def directory() -> Path | None:
     """The cache directory, which need not exist; None if the environment has no place for one."""
-    if given := os.environ.get("PAGEDKERN_CACHE_DIR"):
-        return Path(given)
-    try:
-        from platformdirs import user_cache_path
-    except ImportError:  # the same place on Linux
-        try:
-            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedkern"
-        except RuntimeError:  # no home
-            return None
-    return user_cache_path("pagedkern", appauthor=False)
+    return folders.cache_folder()
 
 
 def writable() -> Path:
@@ -51,19 +47,40 @@ def slug(text: str) -> str:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Alone among writers in a folder, which is made. Raises `OSError` if it cannot be made, or not locked in time."""
-    from filelock import FileLock
+def locked(folder: Path) -> Iterator[bool]:
+    """Wait until no other process writes into a folder, which is made, and keep others waiting.
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock", timeout=LOCK_SECONDS):
-        yield
+    Yields whether nobody else writes: where there are no locks, or one is never released, a warning says so, and who
+    writes goes on: another writer's work may then be lost, ours is not. Raises `OSError` if there is no such folder.
+    """
+    folders.make(folder)
+    path = folder / ".lock"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        notices.warn_once(("lock", path), f"{path} cannot be locked ({notices.reason(error)}): going on without a lock")
+        yield False
+        return
+    try:
+        with locks.held(file, str(path), LOCK_SECONDS) as alone:
+            yield alone
+    finally:
+        os.close(file)
 
 
 def load(path: Path, form: int) -> dict[str, Any]:
-    """The object in a file. Raises one of `INVALID` if there is no file, or none of that format."""
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
+    """The object in a file. Raises one of `INVALID` if there is no file, or none of that format.
+
+    A folder that cannot be entered, or is none, holds no file: `FileNotFoundError`.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        no_folder = error.errno in (errno.ENOTDIR, errno.ELOOP)
+        if no_folder or (error.errno == errno.EACCES and not os.access(path.parent, os.X_OK)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+        raise
     if len(content) > MAX_BYTES:
         raise ValueError(f"longer than {MAX_BYTES} bytes")
     document = json.loads(content, parse_constant=finite, parse_float=finite)
@@ -81,19 +98,29 @@ def found(folder: Path, pattern: str) -> list[Path]:
         return []
 
 
-def replace(path: Path, document: Mapping[str, object]) -> None:
-    """Put a file in place in one step. The caller holds the lock, so any temporary file found is a dead writer's."""
+def replace(path: Path, document: Mapping[str, object], alone: bool) -> None:
+    """Put a file in place in one step. `alone`: nobody else writes, so any temporary file found is a dead writer's."""
     for left in path.parent.glob(f".{path.name}.*"):
-        left.unlink(missing_ok=True)
+        if alone or time.time() - left.stat().st_mtime > LEFT_OVER_SECONDS:
+            left.unlink(missing_ok=True)
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    try:
+        _write(path, text)
+    except FileNotFoundError:  # who had the lock took our file for a dead writer's
+        _write(path, text)
+
+
+def _write(path: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        with suppress(OSError):
+            os.unlink(name)
         raise
 
 

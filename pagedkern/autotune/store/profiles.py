@@ -16,6 +16,7 @@ from typing import Any
 
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import files
+from pagedkern.autotune.store.machines import same_machine
 
 FORMAT = 2
 SHIPPED = Path(__file__).parents[1] / "profiles"
@@ -26,8 +27,8 @@ logger = logging.getLogger("pagedkern.autotune")
 def save_rates(document: Mapping[str, Any], name: str) -> Path:
     """Store the profile of this machine for a shape of that name, just measured. Raises `OSError`."""
     path = folder(files.writable(), document["device"]) / f"{name}.json"
-    with files.locked(path.parent):
-        files.replace(path, document)
+    with files.locked(path.parent) as alone:
+        files.replace(path, document, alone)
     return path
 
 
@@ -39,11 +40,11 @@ def take_over(document: Mapping[str, Any], name: str, own: bool = False) -> tupl
     home, device = files.writable(), document["device"]
     imported = home / "profiles" / f"{machine.slug_of(device)}-{name}.json"
     path = folder(home, device) / f"{name}.json" if own else imported
-    with files.locked(path.parent):
+    with files.locked(path.parent) as alone:
         there = _load(path)
         if there is not None and newer(there, document):
             return path, str(there["when"])
-        files.replace(path, document)
+        files.replace(path, document, alone)
     all_of.cache_clear()
     return path, None
 
@@ -64,10 +65,13 @@ def moment(document: Mapping[str, Any]) -> datetime | None:
 
 
 def own(device: Mapping[str, str | int]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The profiles that were measured on a machine. Damaged ones are passed over with a warning."""
+    """The profiles that were measured on a machine, with whatever number of threads. Damaged ones are passed over with
+    a warning."""
     home = files.directory()
-    if home is not None:
-        yield from _read(folder(home, device))
+    for place in files.found(home, "rates/*") if home is not None else []:
+        for path, document in _read(place):
+            if place == folder(home, document["device"]) and same_machine(device, document["device"]):  # type: ignore[arg-type]
+                yield path, document
 
 
 def others() -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """What an engine is asked to serve, and the models it serves it with.
 
-`traffic`: lengths, sharing and forks of requests. `models`: the shapes that matter to a cache. `files`: reading both.
+`traffic`: lengths, sharing and forks of requests. `models`: the shapes that matter to a cache, `configs`: those of
+models on the disk. `files`: reading workloads.
 The presets are the TOML files beside this one: their quantiles are those of public traces, each with its source and
 licence. A copy of one is a start for a workload of your own. Standard library only.
 """
@@ -11,11 +12,22 @@ from functools import cache
 from pathlib import Path
 
 from pagedkern.autotune.workloads.files import load_file
-from pagedkern.autotune.workloads.models import Model, causal_pairs, model, model_names
+from pagedkern.autotune.workloads.models import Model, causal_pairs, default_model, model, model_names
 from pagedkern.autotune.workloads.traffic import Quantiles, Request, Traffic
 from pagedkern.errors import InvalidArgument
 
-__all__ = ["Model", "Quantiles", "Request", "Traffic", "causal_pairs", "load", "model", "model_names", "names"]
+__all__ = [
+    "Model",
+    "Quantiles",
+    "Request",
+    "Traffic",
+    "causal_pairs",
+    "default_model",
+    "load",
+    "model",
+    "model_names",
+    "names",
+]
 
 FOLDER = Path(__file__).parent
 ORDER = ("chat", "code", "long-context", "retrieval", "parallel-sampling", "beam")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from pagedkern.autotune.workloads import configs
 from pagedkern.backends.base import ITEMSIZE
 from pagedkern.errors import InvalidArgument
 
@@ -105,18 +106,29 @@ def model_names() -> tuple[str, ...]:
     return tuple(_presets())
 
 
-def model(spec: str | Model) -> Model:
-    """A preset by name, one with changes as `llama-3-8b,dtype=float32` (its weights then take as many bytes as in that
-    dtype), or a shape as `heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9`.
+def default_model() -> Model:
+    """What is served where nobody says."""
+    return model(model_names()[0])
+
+
+def model(spec: str | Path | Model) -> Model:
+    """A model by what names it.
 
     Args:
-        spec: the text; a `Model` is returned as it is.
+        spec: a preset; a folder with a `config.json` as Hugging Face models have it, or such a file: its weights take
+            as many bytes as the files beside it, else as their number in the dtype of the configuration; either with
+            changes, as `llama-3-8b,dtype=float32` (the weights of a preset then take as many bytes as in that dtype);
+            or a shape, as `heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9`. A `Model` is
+            returned as it is.
 
     Raises:
-        InvalidArgument: no such preset, a key that there is not, a value that is not accepted.
+        InvalidArgument: no such preset or file, a key that there is not, a value that is not accepted, or a model whose
+            layers do not all keep K and V of one shape, as those with multi-head latent attention.
     """
     if isinstance(spec, Model):
         return spec
+    if isinstance(spec, Path) or _is_path(spec):
+        return from_table(configs.read(Path(spec)), f"model: {spec}", str(spec))
     if spec in _presets():
         return _presets()[spec]
     parts = [part.partition("=") for part in spec.split(",")]
@@ -124,15 +136,27 @@ def model(spec: str | Model) -> Model:
     if len(changes) == len(parts):
         return from_table(changes, "model", spec)
     name = parts[0][0].strip()
+    if len(changes) == len(parts) - 1 and _is_path(name):
+        return from_table({**configs.read(Path(name)), **changes}, f"model: {name}", spec)
     if name not in _presets() or len(changes) != len(parts) - 1:
         raise InvalidArgument(
             f"model: got {spec!r}, accepted is one of {', '.join(model_names())}, one with changes such as "
-            f"{model_names()[0]},dtype=float32, or a shape such as "
+            f"{model_names()[0]},dtype=float32, a folder with a config.json, or a shape such as "
             "heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9"
         )
     preset = _presets()[name]
     size = ITEMSIZE.get(str(changes.get("dtype")), ITEMSIZE[preset.dtype])
     return from_table({**_tables()[name], "weight_bytes": preset.num_weights * size, **changes}, "model", spec)
+
+
+def _is_path(text: str) -> bool:
+    """Whether a text names a file or folder, perhaps one that there is not, rather than a preset or a shape."""
+    if text in _presets():
+        return False
+    try:
+        return Path(text).exists() or text.endswith(".json") or ("/" in text and "," not in text and "=" not in text)
+    except (OSError, ValueError):  # a name too long for one, a zero byte in it
+        return False
 
 
 def from_table(table: Mapping[str, object], where: str, name: str) -> Model:

@@ -1,8 +1,9 @@
 """The CPU backend: paged attention compiled by Numba for the processor at hand.
 
-`jit` compiles, `simd` and `memory` emit vectors and raw accesses, `convert` knows the dtypes, `micro` holds the inner
-loops, `plan` cuts a call into work, `kernels` does it in the memory that `scratch` lays out, `finish` turns sums into
-results, `pool` shares the work among threads, `store` writes and copies, `launch` goes from tensors to all of that.
+`jit` compiles, `disk` keeps what was compiled, `simd` and `memory` emit vectors and raw accesses, `convert` knows the
+dtypes, `micro` holds the inner loops, `plan` cuts a call into work, `kernels` does it in the memory that `scratch`
+lays out, `finish` turns sums into results, `states` joins partial ones, `pool` shares the work among threads, `store`
+writes and copies, `launch` goes from tensors to all of that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import ClassVar
 
-from pagedkern.backends.base import AttentionCall, Config, CopyCall, Probe, Problem, WriteCall, foreign
+from pagedkern.backends.base import AttentionCall, Config, CopyCall, MergeCall, Probe, Problem, WriteCall, foreign
+from pagedkern.environment import compiler
 from pagedkern.errors import InvalidArgument
 
 MAX_SPAN = 1 << 30  # tokens; positions are int32, so twice this would be no cut at all
@@ -47,6 +49,8 @@ class CpuBackend:
         for package in ("torch", "numba", f"{__name__}.launch"):
             try:
                 import_module(package)
+                if package == "numba" and (refusal := compiler.refusal()) is not None:
+                    return Probe(False, refusal)
             except ModuleNotFoundError as error:
                 return Probe(False, f"no module named {error.name!r}: pip install pagedkern[cpu]")
             except Exception as error:  # what a broken installation raises is anybody's guess
@@ -98,6 +102,10 @@ class CpuBackend:
             BlockIndexError: a block id is out of range, or a destination given twice; nothing was copied.
         """
         _launch().copy_blocks(call)
+
+    def merge_states(self, call: MergeCall) -> None:
+        """Join two partial results."""
+        _launch().merge_states(call)
 
 
 def _launch() -> ModuleType:

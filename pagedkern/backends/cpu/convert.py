@@ -304,6 +304,28 @@ def convert_row(b: Builder, key: TargetKey, dtype: str, src: Value, dst: Value, 
     _for_chunks(b, key.lanes, n, body)
 
 
+@emitter(void, TARGET, int64, int64, int64, int64, float32, float32)
+def mix_row(
+    b: Builder, key: TargetKey, x: Value, y: Value, dst: Value, n: Value, x_share: Value, y_share: Value
+) -> None:
+    """dst[:n] = x[:n] * x_share + y[:n] * y_share, all of the target's dtype, computed in float32.
+
+    Both products are rounded, so that x and y may change places.
+    """
+    dtype = key.kv_dtype
+    shares = [simd.splat(b, share, key.lanes) for share in (x_share, y_share)]
+
+    def body(start: Value, rest: Value | None) -> None:
+        offset = b.mul(start, simd.i64(ITEMSIZE[dtype]))
+        parts = [
+            b.fmul(widen(b, key, dtype, b.add(at, offset), rest), share)
+            for at, share in zip((x, y), shares, strict=True)
+        ]
+        simd.store(b, narrow(b, key, dtype, b.fadd(*parts)), b.add(dst, offset), rest)
+
+    _for_chunks(b, key.lanes, n, body)
+
+
 @emitter(void, TARGET, int64, int64, LITERAL)
 def reorder_row(b: Builder, key: TargetKey, row: Value, chunks: Value, to_kernel: int) -> None:
     """Bring a float32 row of whole chunks into kernel order, or out of it, in place."""

@@ -49,6 +49,14 @@ def merge_spans(c: Args, w: Work, group: int, own: int, target: TargetValue) -> 
 
 
 @inlined
+def _sink_weight(sink: float, top: float) -> float:
+    """exp(sink - top), NaN of a NaN. An infinite sink is the top itself, or nothing."""
+    if sink == NOTHING:
+        return 0.0
+    return 1.0 if sink == math.inf else math.exp(sink - top)
+
+
+@inlined
 def finish_group(c: Args, w: Work, group: int, own: int, target: TargetValue) -> None:
     """Divide by the sum, the sink included, and write out and lse."""
     for r in range(get_i64(group + G_HEADS) * count_rows(c, group)):
@@ -58,9 +66,9 @@ def finish_group(c: Args, w: Work, group: int, own: int, target: TargetValue) ->
         top, factor = m, 1.0
         if c.sinks:
             sink = float(get_f32(c.sinks + 4 * head))
-            top = max(m, sink)
+            top = sink if sink > m else m  # m, if the sink is NaN: its weight will tell
             factor = math.exp(m - top) if m > NOTHING else total
-            weight = math.exp(sink - top) if sink > NOTHING else 0.0
+            weight = _sink_weight(sink, top)
             total, exact = factor * total + weight, factor * exact + weight
         if c.lse:
             lse = top + math.log(exact) if exact != 0.0 else NOTHING

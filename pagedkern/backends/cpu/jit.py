@@ -1,15 +1,15 @@
-"""How the kernels are compiled: decorators, the compile-time target, and a disk cache that several processes share.
+"""How the kernels are compiled: decorators, the compile-time target, and what is compiled for.
 
-Numba's cache watches only the file that defines a kernel, while most of the code here is LLVM IR emitted by its
-neighbours. Therefore `Target`, which is part of every kernel's signature, carries a digest of all of them: a change
-anywhere is a cache miss. Numba also hands the same file name to two processes that compile two signatures of one kernel
-at the same time; a file lock around loading and compiling excludes that, and lets the second process load what the
-first one compiled.
+What Numba compiles for decides, not what the processor has: `NUMBA_CPU_NAME`, `NUMBA_CPU_FEATURES` and
+`NUMBA_ENABLE_AVX` may ask for less, and an instruction that LLVM was not told of ends the process.
+
+Most of the code here is LLVM IR emitted by this file's neighbours. Therefore `Target`, which is part of every kernel's
+signature, carries a digest of all of them: a change anywhere is a miss of the cache on disk (see `disk`). A lock around
+loading and compiling lets a second process load what the first one compiles, where there are locks.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import inspect
 import logging
@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import numba as numba_module
-from llvmlite import binding
 from numba import extending as extending_module
 from numba.core import types
+from numba.core.registry import cpu_target
 
 from pagedkern.backends.base import ITEMSIZE
+from pagedkern.backends.cpu.disk import KernelCache
+from pagedkern.environment import compiler, threads
 
 log = logging.getLogger("pagedkern")
 PATIENCE = 0.7  # seconds without a note; loading from the disk takes less
@@ -44,11 +46,16 @@ def inlined(function: F) -> F:
 
 def kernel(function: F) -> F:
     """An entry point: releases the GIL, kept on disk. Its last argument is a `TargetKey`."""
-    try:
-        return cast(F, numba.njit(nogil=True, cache=True, error_model="numpy", no_cfunc_wrapper=True)(function))
-    except RuntimeError as error:  # neither the package's folder nor the user's can be written
-        log.warning("pagedkern: the compiled CPU kernels cannot be kept on disk (%s)", error)
-        return cast(F, numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function))
+    if (refusal := compiler.refusal()) is not None:
+        raise ImportError(refusal)  # of the module that the kernel is in
+    dispatcher = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
+    dispatcher._cache = KernelCache(function, codegen, source_digest())  # as `cache=True` does with Numba's own
+    return cast(F, dispatcher)
+
+
+def codegen() -> Any:
+    """Numba's code generator for this process."""
+    return cpu_target.target_context.codegen()
 
 
 TARGET, LITERAL = object(), object()  # parameters of an emitter that are known while it compiles
@@ -148,20 +155,32 @@ ISAS = ("native", "avx512", "avx2", "portable")
 def target(kv_dtype: str, isa: str = "native", q_dtype: str = "float32") -> TargetValue:
     """The target for a cache dtype and a query dtype.
 
-    isa: "native" is the best of this processor; the others emit what a lesser one would get: "avx512" vectors of 64
-    bytes without bfloat16, "avx2" of 32 bytes, "portable" of 16 and no conversion instructions.
+    isa: "native" is the best that Numba compiles for; the others emit what a lesser one would get: "avx512" vectors of
+    64 bytes without bfloat16, "avx2" of 32 bytes, "portable" of 16 and no conversion instructions.
     """
     if isa == "portable":
         return TargetValue(TargetKey(kv_dtype, 4, half=False, dot=False))
     if isa in ("avx512", "avx2"):
-        return TargetValue(TargetKey(kv_dtype, 16 if isa == "avx512" else 8, half=True, dot=False))
-    features = {name for name, on in binding.get_host_cpu_features().items() if on}
-    wide = {"avx512bw", "avx512vl"} <= features
-    lanes = 16 if wide else 8 if "avx2" in features else 4
-    arm = platform.machine().lower() in ("aarch64", "arm64")
+        return TargetValue(TargetKey(kv_dtype, 16 if isa == "avx512" else 8, half=converts_half(), dot=False))
+    has = features()
+    wide = {"avx512bw", "avx512vl"} <= has
+    lanes = 16 if wide else 8 if "avx2" in has else 4
     needed = {"avx512bf16"} if kv_dtype == "bfloat16" else {"avx512bf16", "avx512vbmi"}
-    dot = wide and q_dtype == "bfloat16" and kv_dtype not in ("float16", "float32") and needed <= features
-    return TargetValue(TargetKey(kv_dtype, lanes, "f16c" in features or arm, dot))
+    dot = wide and q_dtype == "bfloat16" and kv_dtype not in ("float16", "float32") and needed <= has
+    return TargetValue(TargetKey(kv_dtype, lanes, converts_half(), dot))
+
+
+def converts_half() -> bool:
+    """Whether the processor that Numba compiles for converts float16 itself. Without AVX none does."""
+    return {"avx", "f16c"} <= features() or platform.machine().lower() in ("aarch64", "arm64")
+
+
+def features() -> set[str]:
+    """The features that Numba tells LLVM to use, by their names in LLVM; none where it names a processor alone."""
+    _triple, _name, flags = codegen().magic_tuple()
+    return {flag[1:] for flag in flags.split(",") if flag.startswith("+")} - {
+        flag[1:] for flag in flags.split(",") if flag.startswith("-")
+    }
 
 
 def record(kind: type) -> Any:
@@ -186,7 +205,8 @@ class Entry:
         found = self._ready.get(target.key)
         if found is None:
             signature = (*self._arguments, target.numba_type)
-            with _compiling, _file_lock(self.dispatcher), _note(f"{self._what} ({target.key.kv_dtype})"):
+            cache: KernelCache = self.dispatcher._cache
+            with _compiling, cache.turn(signature), _note(f"{self._what} ({target.key.kv_dtype})", cache, signature):
                 self.dispatcher.compile(signature)
             found = self._ready[target.key] = self.dispatcher.overloads[signature].entry_point
         return found
@@ -204,28 +224,22 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager
-def _file_lock(dispatcher: Any) -> Iterator[None]:
-    folder = dispatcher.stats.cache_path
-    if folder is None:
-        yield
-        return
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, "pagedkern-compile.lock"), "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
-        yield
-
-
-@contextmanager
-def _note(what: str) -> Iterator[None]:
-    """Say on stderr what takes long, unless it came from the disk at once."""
-    timer = threading.Timer(PATIENCE, log.warning, ("pagedkern: compiling the CPU %s, once, some seconds ...", what))
-    timer.daemon = True
+def _note(what: str, cache: KernelCache, signature: Any) -> Iterator[None]:
+    """Say on stderr that a kernel is compiled, if that takes long."""
     start = time.perf_counter()
-    timer.start()
+
+    def begun() -> None:
+        if cache.was_missing(signature):
+            log.warning("pagedkern: compiling the CPU %s, once, some seconds ...", what)
+
+    timer = threading.Timer(PATIENCE, begun)
+    timer.daemon = True
+    threads.start(timer)  # where no thread can be had it is said afterwards only
     try:
         yield
     finally:
         timer.cancel()
     seconds = time.perf_counter() - start
-    if seconds > PATIENCE:
-        log.warning("pagedkern: compiled the CPU %s in %.1f s; kept on disk", what, seconds)
+    if seconds > PATIENCE and cache.was_missing(signature):
+        kept = "; kept on disk" if cache.is_kept(signature) else ""
+        log.warning("pagedkern: compiled the CPU %s in %.1f s%s", what, seconds, kept)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 from numba.core import config
 from numba.core.types import int64
 from torch import Tensor
 
-from pagedkern.backends.base import ITEMSIZE, AttentionCall, CopyCall, WriteCall
+from pagedkern.backends import forked
+from pagedkern.backends.base import ITEMSIZE, AttentionCall, CopyCall, MergeCall, WriteCall
 from pagedkern.backends.checked import check_copy
-from pagedkern.backends.cpu import convert, kernels, plan, store
+from pagedkern.backends.cpu import convert, kernels, plan, states, store
 from pagedkern.backends.cpu.jit import Entry, TargetValue, record, target
 from pagedkern.backends.cpu.micro import LINE, TILE
 from pagedkern.backends.cpu.pool import POOL
 from pagedkern.backends.cpu.scratch import HEAD, NAMES, Work
+from pagedkern.environment import limits
 from pagedkern.errors import BlockIndexError
 
 PLAN = Entry(plan.plan, "planner", record(plan.Args), int64, int64, int64)
@@ -22,14 +28,20 @@ ATTEND = Entry(kernels.attend, "attention kernel", record(plan.Args), record(Wor
 FIND_BAD_SLOT = Entry(store.find_bad_slot, "slot check", record(store.Write))
 WRITE = Entry(store.write, "write kernel", record(store.Write), record(store.Rows), record(store.Rows))
 
+COPY = Entry(store.copy_blocks, "copy kernel", record(store.Copies))
+MERGE = Entry(states.merge, "merge kernel", record(states.Merge), record(states.Side), record(states.Side))
+
+CPU = torch.device("cpu")  # said for each tensor made here: what torch has for a default is the caller's
 WORTH_A_THREAD = 1 << 18  # bytes of K and V; waking a helper takes about as long as reading them
+PIECE = 1 << 14  # elements; torch takes threads for twice as many
 ITEMS = 4  # for each thread, at the least: what is more is taken together, several KV heads in one
 
 
 def threads() -> int:
-    """How many threads a call may use: torch's number, with NUMBA_NUM_THREADS as an upper bound."""
+    """How many threads a call may use: torch's number, bounded by NUMBA_NUM_THREADS and by the processors that a
+    container may use at a time, which torch does not look at."""
     bound = int(config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    return max(1, min(torch.get_num_threads(), bound))
+    return max(1, min(forked.num_threads(), bound, limits.quota() or bound))
 
 
 def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
@@ -45,17 +57,17 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
         raise BlockIndexError(
             f"cu_seqlens_q[{where}] is {value}, accepted are prefix sums from 0 to at most {args.tokens} (rows of q)"
         )
-    records = torch.empty(n_groups * plan.GROUP_SIZE + n_items * plan.ITEM_SIZE, dtype=torch.uint8)
+    records = torch.empty(n_groups * plan.GROUP_SIZE + n_items * plan.ITEM_SIZE, dtype=torch.uint8, device=CPU)
     groups = records.data_ptr()
     items = groups + n_groups * plan.GROUP_SIZE
     together = max(1, n_items // (ITEMS * threads()))  # makes fewer groups and items, the same results
     n_groups, n_items, *_ = PLAN.get(neutral)(args, together, groups, items, neutral)
     size = read * (args.d + args.e) * call.k_cache.element_size()
     n_threads = max(1, min(threads(), n_items, size // WORTH_A_THREAD))
-    work, memory = _work(args, tg, groups, items, n_items, n_partial, n_threads)
+    work, counters, memory = _work(args, tg, groups, items, n_items, n_partial, n_threads)
     attend = ATTEND.get(tg)
     POOL.run(lambda: attend(args, work, tg), n_threads)
-    if memory[0][2]:  # the counter C_BAD
+    if counters[2]:  # C_BAD
         i, j, block = FIND_BAD_BLOCK.get(neutral)(args, neutral)
         if i < 0:
             raise BlockIndexError("block_table was written during the call, and held a block id out of range meanwhile")
@@ -63,7 +75,7 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
             f"block_table[{i}, {j}] is {block} (sequence {i}, tokens from {j * args.block_size}), "
             f"accepted is 0 to {args.blocks - 1}"
         )
-    del keep
+    del keep, memory
 
 
 def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
@@ -103,8 +115,8 @@ def _args(call: AttentionCall, span: int) -> tuple[plan.Args, list[Tensor]]:
 
 def _work(
     args: plan.Args, tg: TargetValue, groups: int, items: int, n_items: int, n_partial: int, n_threads: int
-) -> tuple[Work, list[Tensor]]:
-    """The scratch memory of a call, and the tensors that hold it, the counters first."""
+) -> tuple[Work, array[int], list[Tensor]]:
+    """The scratch memory of a call, its counters, and the tensors that hold the rest."""
     chunk, lanes = convert.chunk(tg.key), tg.key.lanes
     q_row, o_row = (2 if tg.key.dot else 4) * _ceil(args.d, chunk), 4 * _ceil(args.e, max(chunk, LINE // 4))
     per_kv = args.heads // args.kv_heads
@@ -130,29 +142,29 @@ def _work(
     del sizes["q"]  # begins at 0
     if not tg.key.dot:
         sizes["at_exact"] = sizes["at_l"]
-    counters = torch.zeros(plan.COUNTERS_SIZE // 8, dtype=torch.int64)
-    partials = torch.empty(n_partial * (HEAD + o_row) + LINE, dtype=torch.uint8)
-    scratch = torch.empty(n_threads * at + LINE, dtype=torch.uint8)
+    counters = array("q", bytes(plan.COUNTERS_SIZE))
+    partials = torch.empty(n_partial * (HEAD + o_row) + LINE, dtype=torch.uint8, device=CPU)
+    scratch = torch.empty(n_threads * at + LINE, dtype=torch.uint8, device=CPU)
     work = Work(
-        groups=groups, items=items, n_items=n_items, counters=counters.data_ptr(),
+        groups=groups, items=items, n_items=n_items, counters=_address(counters),
         partials=_ceil(partials.data_ptr(), LINE), scratch=_ceil(scratch.data_ptr(), LINE), scratch_size=at,
         chunk=chunk, lanes=lanes,
         lines=-(-max(args.d, args.e) * item // LINE), item=item,
         pairs=int(tg.key.dot), tables=int(tg.key.tables),
         q_row=q_row, o_row=o_row, **sizes,
     )  # fmt: skip
-    return work, [counters, partials, scratch]
+    return work, counters, [partials, scratch]
 
 
 def write_kv(call: WriteCall, isa: str = "native") -> None:
     """See `base.WriteCall`."""
     tg = target(_name(call.k_cache.dtype), isa)
     slots = _copy(call.slot_mapping)
-    counter = torch.zeros(1, dtype=torch.int64)
+    counter = array("q", [0])
     n, block_size = call.k_cache.shape[:2]
     args = store.Write(
         slots=slots.data_ptr(), tokens=slots.shape[0], kv_heads=call.k_cache.shape[2], blocks=n, block_size=block_size,
-        src_code=convert.CODES[_name(call.k.dtype)], counter=counter.data_ptr(),
+        src_code=convert.CODES[_name(call.k.dtype)], counter=_address(counter),
     )  # fmt: skip
     bad = FIND_BAD_SLOT.get(tg)(args, tg)
     if bad >= 0:
@@ -182,27 +194,120 @@ def _rows(new: Tensor, cache: Tensor, scale: Tensor | None) -> tuple[store.Rows,
 
 
 def copy_blocks(call: CopyCall) -> None:
-    """See `base.CopyCall`."""
-    src, dst = _copy(call.src_blocks), _copy(call.dst_blocks)
-    check_copy(CopyCall(call.caches, src, dst))
-    pairs = list(zip(src.tolist(), dst.tolist(), strict=True))
-    apart = {s for s, _ in pairs}.isdisjoint(d for _, d in pairs)
+    """See `base.CopyCall`. Blocks that are copied over are put aside first, cache by cache."""
+    src, dst = call.src_blocks.tolist(), call.dst_blocks.tolist()  # of our own: another thread may write the caller's
+    _check_copy(call.caches, src, dst)
+    layouts, records = [], array("q")
     for cache in call.caches:
-        size = cache.element_size()
-        bits = cache.view(_BITS[size]) if size in _BITS else cache  # a dtype that every copy knows; complex128 is one
-        if apart:
-            for s, d in pairs:
-                bits[d].copy_(bits[s])
-        else:  # all are read before any is written
-            bits.index_copy_(0, dst, bits.index_select(0, src))
+        run, rows, dims = layout = _block(cache.shape, cache.stride(), cache.element_size())
+        layouts.append(layout)
+        block = cache.stride(0) * cache.element_size()
+        records.extend((cache.data_ptr(), block, run, rows, _address(dims), len(dims) // 2))
+    written = set(dst)
+    pairs = list(zip(src, dst, strict=True))
+    waiting = [pair for pair in pairs if pair[0] in written]
+    if waiting:
+        pairs = [pair for pair in pairs if pair[0] not in written]
+        for i, (run, rows, _) in enumerate(layouts):
+            staged = torch.empty(len(waiting) * rows * run, dtype=torch.uint8, device=CPU)
+            for out in (1, 0):
+                record = records[i * FIELDS : (i + 1) * FIELDS]
+                _copy_pairs(record, waiting, rows * run, staged.data_ptr(), out)
+    _copy_pairs(records, pairs, sum(run * rows for run, rows, _ in layouts))
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FIELDS = store.RECORD // 8
+
+
+def _check_copy(caches: Sequence[Tensor], src: list[int], dst: list[int]) -> None:
+    """What `checked.check_copy` does, which is called to say what is wrong if something is."""
+    num_blocks = min((len(cache) for cache in caches), default=0)
+    ids = src + dst
+    if ids and (min(ids) < 0 or max(ids) >= num_blocks or len(set(dst)) < len(dst)):
+        check_copy(CopyCall(list(caches), *(torch.tensor(x, dtype=torch.int64, device=CPU) for x in (src, dst))))
+
+
+def _copy_pairs(
+    records: array[int], pairs: Sequence[tuple[int, int]], size: int, staged: int = 0, out: int = 0
+) -> None:
+    """Copy blocks of `size` bytes in all caches together: to or from `staged`, or from cache to cache."""
+    if not size or not pairs:
+        return
+    src, dst = (array("q", ids) for ids in zip(*pairs, strict=True))
+    counter = array("q", [0])
+    args = store.Copies(
+        records=_address(records), caches=len(records) // FIELDS, src=_address(src), dst=_address(dst),
+        pairs=len(pairs), staged=staged, out=out, counter=_address(counter),
+    )  # fmt: skip
+    tg = target("float32")
+    copy = COPY.get(tg)
+    POOL.run(lambda: copy(args, tg), max(1, min(threads(), len(pairs) * size // WORTH_A_THREAD)))
+
+
+@lru_cache(maxsize=1024)
+def _block(shape: Sequence[int], stride: Sequence[int], item: int) -> tuple[int, int, array[int]]:
+    """A block of a cache as runs of bytes: their size, their number, and the dimensions that say where they lie: size
+    and stride in bytes of each, innermost first."""
+    run, rows, dims = item, 1, array("q")
+    for step, size in sorted((step * item, size) for size, step in zip(shape[1:], stride[1:], strict=True)):
+        if size == 1:
+            continue
+        if step == run and not dims:
+            run *= size
+            continue
+        rows *= size
+        if dims and dims[-1] * dims[-2] == step:
+            dims[-2] *= size
+        else:
+            dims.extend((size, step))
+    return run, rows, dims
+
+
+def _address(numbers: array[int]) -> int:
+    """Where an array lies, for as long as it is kept and does not grow."""
+    return numbers.buffer_info()[0]
+
+
+def merge_states(call: MergeCall) -> None:
+    """See `base.MergeCall`."""
+    tokens, heads, width = call.out.shape
+    a, keep_a = _side(call.out_a, call.lse_a)
+    b, keep_b = _side(call.out_b, call.lse_b)
+    counter = array("q", [0])
+    size = width * call.out.element_size()
+    args = states.Merge(
+        out=call.out.data_ptr(), lse=call.lse.data_ptr(), rows=tokens * heads, heads=heads, width=width, bytes=size,
+        counter=_address(counter),
+    )  # fmt: skip
+    tg = target(_name(call.out.dtype))
+    merge = MERGE.get(tg)
+    n_threads = max(1, min(threads(), -(-args.rows // states.RUN), args.rows * size // WORTH_A_THREAD))
+    POOL.run(lambda: merge(args, a, b, tg), n_threads)
+    del keep_a, keep_b
+
+
+def _side(out: Tensor, lse: Tensor) -> tuple[states.Side, Tensor]:
+    """One of two partial results, and the tensor that holds it."""
+    if out.stride(2) != 1:
+        out = out.contiguous()
+    item = out.element_size()
+    return states.Side(
+        out=out.data_ptr(), out_token=out.stride(0) * item, out_head=out.stride(1) * item,
+        lse=lse.data_ptr(), lse_token=lse.stride(0) * 4, lse_head=lse.stride(1) * 4,
+    ), out  # fmt: skip
 
 
 def _copy(x: Tensor) -> Tensor:
-    """Numbers that are checked first and used later: between the two another thread may write the caller's tensor."""
-    return x.clone(memory_format=torch.contiguous_format)
+    """Numbers that are checked first and used later: between the two another thread may write the caller's tensor.
+
+    In pieces that torch copies without its own threads: after a fork() the child would wait for them for ever.
+    """
+    if x.shape[0] <= PIECE:
+        return x.clone(memory_format=torch.contiguous_format)
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for start in range(0, x.shape[0], PIECE):
+        made[start : start + PIECE].copy_(x[start : start + PIECE])
+    return made
 
 
 def _name(dtype: torch.dtype) -> str:

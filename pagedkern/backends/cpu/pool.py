@@ -14,6 +14,9 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from pagedkern.environment import notices
+from pagedkern.environment import threads as environment
+
 # The interpreter's own locks, past the `threading` module: a signal handler that raises (Ctrl-C) breaks the wait for a
 # `threading.Lock`, never that in this C function. `CDLL` lets go of the GIL meanwhile, `ctypes.pythonapi` would not.
 _python = ctypes.CDLL(None)
@@ -23,6 +26,9 @@ _new.restype, _new.argtypes = ctypes.c_void_p, ()
 _acquire.restype, _acquire.argtypes = ctypes.c_int, (ctypes.c_void_p, ctypes.c_int)  # lock, whether to wait
 _release.restype, _release.argtypes = None, (ctypes.c_void_p,)
 _free.restype, _free.argtypes = None, (ctypes.c_void_p,)
+
+
+CALLS_BEFORE_ANOTHER_TRY = 100  # a refused thread costs about as much as a small call
 
 
 class _Job:
@@ -76,6 +82,7 @@ class Pool:
         self._lock = threading.Lock()
         self._offers: SimpleQueue[_Job] = SimpleQueue()
         self._threads = 0
+        self._patience = 0  # calls that ask for no further thread
 
     def run(self, task: Callable[[], None], threads: int) -> None:
         """Run `task` in the calling thread and in up to `threads - 1` others, and return when all have returned.
@@ -101,10 +108,19 @@ class Pool:
             raise job.error
 
     def _grow(self, helpers: int) -> None:
+        """Start threads until there are so many, or as many as the system gives. A refusal is believed for a while."""
         with self._lock:
             while self._threads < helpers:
+                if self._patience:
+                    self._patience -= 1
+                    return
                 name = f"pagedkern-cpu-{self._threads}"
-                threading.Thread(target=_serve, args=(self._offers,), name=name, daemon=True).start()
+                helper = threading.Thread(target=_serve, args=(self._offers,), name=name, daemon=True)
+                if not environment.start(helper):
+                    self._patience = CALLS_BEFORE_ANOTHER_TRY
+                    have = f"with {self._threads + 1} of {helpers + 1} threads"
+                    notices.warn_once("threads", f"no more threads can be started (see ulimit -u): computing {have}")
+                    return
                 self._threads += 1
 
 

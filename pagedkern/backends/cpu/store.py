@@ -36,6 +36,31 @@ class Write(NamedTuple):
     counter: int  # int64, the next run of tokens to draw
 
 
+class Copies(NamedTuple):
+    """Blocks to copy in some caches. Addresses, strides in bytes.
+
+    A block is `rows` runs of `run` bytes each, whose places are described by the dimensions that its record names. The
+    caches' runs, cut into pieces of at most PIECE bytes, are shared out: PARTS items for each block of each cache.
+    """
+
+    records: int  # int64 [caches, RECORD]
+    caches: int
+    src: int  # int64 [pairs]
+    dst: int  # int64 [pairs]
+    pairs: int
+    staged: int  # memory for `pairs` blocks without gaps; 0: from cache to cache
+    out: int  # with `staged`: whether blocks are taken out of the cache
+    counter: int  # int64, the next item to draw
+
+
+# The record of a cache: int64 fields, byte offsets
+R_CACHE, R_BLOCK = 0, 8  # address, block stride
+R_RUN, R_ROWS = 16, 24  # bytes of a run, number of them
+R_DIMS, R_COUNT = 32, 40  # address of int64 [count, 2]: size and stride of each dimension of the rows, innermost first
+RECORD = 48
+
+PARTS = 8
+PIECE = 1 << 16  # bytes
 RUN = 64  # tokens drawn at a time
 
 
@@ -82,3 +107,43 @@ def _convert(code: int, src: int, dst: int, width: int, scale: float, target: Ta
         convert_row(target, "float16", src, dst, width, scale)
     else:
         convert_row(target, "bfloat16", src, dst, width, scale)
+
+
+@kernel
+def copy_blocks(c: Copies, _target: TargetValue) -> None:
+    """Copy parts of blocks until none is left."""
+    while True:
+        item = fetch_add(c.counter, 1)
+        if item >= c.caches * c.pairs * PARTS:
+            return
+        part, block = item % PARTS, item // PARTS
+        _copy_part(c, c.records + block // c.pairs * RECORD, block % c.pairs, part)
+
+
+@inlined
+def _copy_part(c: Copies, record: int, pair: int, part: int) -> None:
+    run, rows = get_i64(record + R_RUN), get_i64(record + R_ROWS)
+    src = get_i64(record + R_CACHE) + get_i64(c.src + 8 * pair) * get_i64(record + R_BLOCK)
+    dst = get_i64(record + R_CACHE) + get_i64(c.dst + 8 * pair) * get_i64(record + R_BLOCK)
+    staged = c.staged + pair * run * rows
+    pieces = (run + PIECE - 1) // PIECE
+    for i in range(rows * pieces * part // PARTS, rows * pieces * (part + 1) // PARTS):
+        row, start = i // pieces, i % pieces * PIECE
+        size, at = min(PIECE, run - start), _place(record, row) + start
+        if not c.staged:
+            copy(dst + at, src + at, size)
+        elif c.out:
+            copy(staged + row * run + start, src + at, size)
+        else:
+            copy(dst + at, staged + row * run + start, size)
+
+
+@inlined
+def _place(record: int, row: int) -> int:
+    """Where a row of a block begins, from the beginning of the block."""
+    at, dims = 0, get_i64(record + R_DIMS)
+    for n in range(get_i64(record + R_COUNT)):
+        size = get_i64(dims + 16 * n)
+        at += row % size * get_i64(dims + 16 * n + 8)
+        row //= size
+    return at

@@ -74,16 +74,16 @@ INLINE bool find_work(const pagedkern_batch &batch, const pagedkern_attention_pa
   return true;
 }
 
-/* Rows of q that belong to no sequence see nothing. */
+/* Rows of q that belong to no sequence see nothing, but the sink. */
 INLINE void write_padding(const pagedkern_batch &batch, const pagedkern_attention_params &params, const Constants &i) {
   const int group = (int)(batch.num_heads / batch.num_kv_heads);
   for (long long row = batch.cu_seqlens_q[batch.num_seqs]; row < batch.num_tokens; row++) {
     for (int head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
       const long long at = row * batch.out_stride_token + head * batch.out_stride_head;
+      const Final final = finish(-infinity(), 0.0f, params, head, blockIdx.y);
       for (int e = threadIdx.x; e < batch.head_dim_v; e += blockDim.x)
-        store_element(batch.out, at + e, i.q_dtype, 0.0f);
-      if (batch.lse && threadIdx.x == 0)
-        batch.lse[row * batch.lse_stride_token + head] = params.sinks ? params.sinks[head] : -infinity();
+        store_element(batch.out, at + e, i.q_dtype, 0.0f * final.factor);
+      if (batch.lse && threadIdx.x == 0) batch.lse[row * batch.lse_stride_token + head] = final.lse;
     }
   }
 }

@@ -1,25 +1,27 @@
 """CUDA sources to device code by NVRTC, kept on disk.
 
 NVRTC needs no header but the ones beside this file and the ABI's, which are handed to it in memory: neither a toolkit
-nor a compiler has to be installed, only the NVRTC library that CuPy finds (a wheel or a toolkit).
+nor a compiler has to be installed, only the NVRTC library that CuPy finds (a wheel or a toolkit). CuPy prefers one that
+the process has loaded already, of whatever CUDA version: as a rule torch's. Each version keeps files of its own.
 """
 
 from __future__ import annotations
 
-import hashlib
+import ctypes
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pagedkern.abi
+from pagedkern.environment import folders
+from pagedkern.environment.code_cache import CodeCache
 
 log = logging.getLogger("pagedkern")
 FOLDER = Path(__file__).parent
 ABI_HEADER = Path(pagedkern.abi.__file__).parent / "pagedkern_abi.h"
+CODE_CACHE = CodeCache("compiled CuPy kernels", lambda: folders.compiled_folder("cupy"))
 
 
 def compiled(file: str, macros: Mapping[str, str], capability: int) -> bytes:
@@ -30,14 +32,13 @@ def compiled(file: str, macros: Mapping[str, str], capability: int) -> bytes:
     nvrtc = _nvrtc()
     options = options_for(macros, capability, tuple(nvrtc.getSupportedArchs()))
     parts = [file, *options, str(version()), *(text for _, text in headers()), source(file)]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    path = _folder() / f"{Path(file).stem}-{key[:32]}.bin"
-    code = _read(path)
+    name = CODE_CACHE.name(Path(file).stem, "\0".join(parts))
+    code = CODE_CACHE.load(name)
     if code is None:
         made = build(file, options)
         if made.messages:
             log.warning("pagedkern: %s: %s", file, made.messages)
-        _write(path, code := made.code)
+        CODE_CACHE.save(name, code := made.code)
     return code
 
 
@@ -92,34 +93,20 @@ def headers() -> tuple[tuple[str, str], ...]:
     return tuple((path.name, path.read_text()) for path in (*sorted(FOLDER.glob("*.cuh")), ABI_HEADER))
 
 
+@cache
 def _nvrtc() -> Any:
+    """CuPy's bindings, with the built-in functions of the NVRTC that CuPy found.
+
+    NVRTC 13.0 of PyPI does not find them beside itself, and whoever loaded it before CuPy may have left them out.
+    """
     from cupy_backends.cuda.libs import nvrtc
 
+    major, minor = nvrtc.getVersion()  # CuPy looks for the library only now
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+    except ImportError:  # CuPy 13 does without it, and takes the library that the loader finds
+        return nvrtc
+    builtins = Path(load_nvidia_dynamic_lib("nvrtc").abs_path).with_name(f"libnvrtc-builtins.so.{major}.{minor}")
+    if builtins.exists():
+        ctypes.CDLL(str(builtins))
     return nvrtc
-
-
-def _folder() -> Path:
-    base = os.environ.get("PAGEDKERN_CACHE_DIR")
-    if base is None:
-        base = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pagedkern")
-    return Path(base) / "cupy"
-
-
-def _read(path: Path) -> bytes | None:
-    """What `_write` has written there, whole; anything else is a miss."""
-    try:
-        digest, code = (content := path.read_bytes())[:32], content[32:]
-    except OSError:
-        return None
-    return code if hashlib.sha256(code).digest() == digest else None
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Keep code for the next process, in one step; that it cannot be kept is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
-    except OSError as error:
-        log.warning("pagedkern: compiled kernels cannot be kept on disk (%s)", error)

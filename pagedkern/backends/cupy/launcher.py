@@ -107,14 +107,17 @@ class CupyLauncher:
     def _load(self, file: str, name: str, macros: Mapping[str, str], on: device) -> Any:
         import torch
         from cupy.cuda.function import Module
-        from cupy_backends.cuda.api import driver
+        from cupy_backends.cuda.api import driver, runtime
 
         from pagedkern.backends.cupy import compiler
 
         code = compiler.compiled(file, macros, self.capability(on))
         with torch.cuda.device(on):
             module = Module()
-            module.load(code)
+            try:
+                module.load(code)
+            except driver.CUDADriverError as error:
+                raise RuntimeError(_not_loaded(file, compiler.version(), runtime.driverGetVersion())) from error
             function = module.get_function(name)  # keeps its module
             driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED, self.shared_limit(on))
         return function
@@ -147,6 +150,19 @@ def _is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except ImportError:  # of a finder that keeps it away
         return False
+
+
+def _not_loaded(file: str, compiler: tuple[int, ...], driver: int) -> str:
+    """What to say when the driver refuses compiled code; `driver` is the newest CUDA that it knows: 12080 is 12.8."""
+    known = driver // 1000, driver % 1000 // 10
+    said = f"{file}: the CUDA driver does not load what NVRTC {_dotted(compiler)} compiled"
+    if compiler <= known:
+        return said
+    return f"{said}: the driver knows CUDA up to {_dotted(known)}, expected an NVRTC that is no newer"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 @cache

@@ -24,7 +24,7 @@ INLINE Final finish(float top, float total, const pagedkern_attention_params &pa
   if (params.sinks) {
     const float sink = params.sinks[head], all = fmaxf(top, sink);
     share = weight_of(top, all);
-    total = total * share + weight_of(sink, all);
+    total = total * share + (sink == infinity() ? 1.0f : weight_of(sink, all)); /* NaN of a NaN */
     top = all;
   }
   const float scale = params.v_scale ? params.v_scale[kv_head] : 1.0f;

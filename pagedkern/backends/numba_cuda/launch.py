@@ -67,7 +67,7 @@ def copy_signature() -> Any:
     return void(caches, int64, dims, dims, int64, pointer(int64), pointer(int64), int64, pointer(uint8))
 
 
-# ---- Kernels, compiled on first use and kept on disk by Numba --------------------------------------------------------
+# ---- Kernels, compiled on first use and kept on disk -----------------------------------------------------------------
 
 FACTORIES: dict[str, Callable[[Constants], Callable[..., None]]] = {
     "decode": decode_kernel,
@@ -78,7 +78,7 @@ FACTORIES: dict[str, Callable[[Constants], Callable[..., None]]] = {
 
 @cache
 def attention_kernel(name: str, c: Constants, device: int) -> Any:
-    return _compiled(signatures(c)[name], c.threads)(FACTORIES[name](c))
+    return _compiled(signatures(c)[name], c.threads, c)(FACTORIES[name](c))
 
 
 @cache
@@ -86,17 +86,34 @@ def write_kernel(
     dtype: str, kv_dtype: str, dims: tuple[int, int], vectors: tuple[int, int], block_size: int, device: int
 ) -> Any:
     function = store.write_kernel(dtype, kv_dtype, dims, vectors, block_size, THREADS)
-    return _compiled(write_signature(dtype, kv_dtype), THREADS)(function)
+    return _compiled(write_signature(dtype, kv_dtype), THREADS, (dtype, kv_dtype, dims, vectors, block_size))(function)
 
 
 @cache
 def copy_kernel(number: int, vector: int, device: int) -> Any:
-    return _compiled(copy_signature(), THREADS)(store.copy_kernels(vector, THREADS)[number])
+    return _compiled(copy_signature(), THREADS, vector)(store.copy_kernels(vector, THREADS)[number])
 
 
-def _compiled(signature: Any, threads: int) -> Any:
-    """Compiles at once, by way of PTX: what `benchmarks/numba_cuda_aot.py` looks at is what runs."""
-    return cuda.jit(signature, cache=True, lto=False, launch_bounds=launch_bounds(threads))
+def _compiled(signature: Any, threads: int, made_for: object) -> Any:
+    """A decorator that compiles at once, by way of PTX: what `benchmarks/numba_cuda_aot.py` looks at is what runs.
+
+    `made_for`: the constants of the function that is compiled. As `cuda.jit(signature, cache=True)`, but for the cache.
+    """
+    options = {"lto": False, "launch_bounds": launch_bounds(threads)}
+    if EMULATED:
+        return cuda.jit(signature, **options)
+
+    def compile_(function: Callable[..., None]) -> Any:
+        from pagedkern.backends.numba_cuda.disk import KernelCache  # the simulator lacks what it imports
+
+        dispatcher = cuda.jit(function, **options)
+        dispatcher._cache = KernelCache(function, made_for, options)
+        dispatcher.compile(tuple(signature.args))
+        dispatcher._specialized = True  # launches need not look at the types of arguments
+        dispatcher.disable_compile()
+        return dispatcher
+
+    return compile_
 
 
 def launch_bounds(threads: int) -> tuple[int, int]:

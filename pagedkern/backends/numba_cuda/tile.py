@@ -331,14 +331,16 @@ def finish_rows(c: Constants) -> Callable[..., Any]:
     def finish_row(top, total, x, token, head, e, unit, sinks, out, out_token, out_head, lse, lse_token, lse_head):
         """Element e of a row: x / total into out, times `unit`; with element 0 also lse. The sink joins here.
 
-        A row that has seen nothing has total 0: out is 0 and lse is -inf, or the sink.
+        A row that has seen nothing has total 0: out is 0 and lse is -inf, or the sink. A sink that is NaN makes both
+        NaN, one of +inf takes all.
         """
         if SINKS:
             sink = sinks[head]
-            higher = max(top, sink)
-            if higher > -INF:
+            if sink != -INF:
+                higher = max(top, sink)
                 fade = math.exp(top - higher)
-                x, total, top = x * fade, total * fade + math.exp(sink - higher), higher
+                weight = float32(1.0) if sink == INF else math.exp(sink - higher)
+                x, total, top = x * fade, total * fade + weight, higher
         result, log = float32(0.0), float32(-INF)
         if total != 0:
             result, log = x / total * unit, top + math.log(total)

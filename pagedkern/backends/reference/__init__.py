@@ -55,6 +55,8 @@ class ReferenceBackend:
         checked.check_attention(call)
         starts = range(len(call.seq_lens) + 1) if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
         call.out.zero_()
+        if call.sinks is not None:
+            call.out.masked_fill_(call.sinks.isnan()[:, None], torch.nan)
         if call.lse is not None:
             call.lse.copy_(
                 torch.full_like(call.lse, -torch.inf) if call.sinks is None else call.sinks.expand_as(call.lse)
@@ -106,7 +108,7 @@ def _attend(call: AttentionCall, i: int, rows: slice, first_position: int, seq_l
         new_top = torch.maximum(top, score.amax(-1))
         finite_top = torch.where(new_top == -torch.inf, 0, new_top)
         weight = torch.where(visible, torch.exp(score - finite_top[..., None]), 0)
-        decay = torch.exp(top - finite_top)
+        decay = torch.where(top == new_top, 1, torch.exp(top - finite_top))  # also of +inf: a sink that takes all
         total = total * decay + weight.sum(-1)
         acc = acc * decay[..., None] + _weighted_sum(
             weight, visible, _gather(call.v_cache, call, i, span, call.v_scale)

@@ -21,6 +21,7 @@ from triton.compiler import CompiledKernel
 from pagedkern.backends.base import AttentionCall, CopyCall, WriteCall
 from pagedkern.backends.triton.config import TritonConfig, ceil_power, padded, split_columns
 from pagedkern.backends.triton.decode import PARTIAL, merge_kernel, split_kernel
+from pagedkern.backends.triton.disk import compiling
 from pagedkern.backends.triton.prefill import prefill_kernel
 from pagedkern.backends.triton.store import WORDS, copy_kernel, write_kernel
 
@@ -60,12 +61,15 @@ class Launch(NamedTuple):
         if kernel is not None:
             kernel[self.grid](*self.tensors, *self.numbers, *self.constants)
             return
-        kernel = self.kernel[self.grid](
+        kernel = self._compile_and_run() if interpreted() else compiling(self._compile_and_run)
+        if isinstance(kernel, CompiledKernel):  # the interpreter returns nothing
+            _compiled[key] = kernel
+
+    def _compile_and_run(self) -> Any:
+        return self.kernel[self.grid](
             *self.tensors, *self.numbers, *self.constants,
             num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True, maxnreg=_registers(self.warps),
         )  # fmt: skip
-        if isinstance(kernel, CompiledKernel):  # the interpreter returns nothing
-            _compiled[key] = kernel
 
 
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}

@@ -43,7 +43,8 @@ def with_sink(b_top, b_sum, b_sink):
     b_new = tl.maximum(b_top, b_sink)
     b_base = tl.where(b_new == -INF, 0.0, b_new)
     b_decay = tl.exp2((b_top - b_base) * LOG2E)
-    return b_new, b_sum * b_decay + tl.exp2((b_sink - b_base) * LOG2E), b_decay
+    b_weight = tl.where(b_sink == INF, 1.0, tl.exp2((b_sink - b_base) * LOG2E))  # NaN of a NaN
+    return b_new, b_sum * b_decay + b_weight, b_decay
 
 
 @triton.jit

@@ -19,8 +19,9 @@ and windows that differ between layers included. What is out of scope raises `Un
 from __future__ import annotations
 
 try:
-    from pagedkern.integrations.transformers.attention import NAME, register
+    from pagedkern.integrations.transformers.attention import register
     from pagedkern.integrations.transformers.generation import generate
+    from pagedkern.integrations.transformers.layer import NAME
     from pagedkern.integrations.transformers.paged_cache import PagedCache
     from pagedkern.integrations.transformers.result import Completion, GenerationResult
 except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ there, where the padding is known, are K and V written and the queries computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from pagedkern.errors import InvalidArgument, Unsupported
+from pagedkern.integrations.transformers.layer import NAME, Scores, marked_layer
 
-if TYPE_CHECKING:
-    from pagedkern.integrations.transformers.store import PagedLayer
-
-NAME = "pagedkern"
-"""The value of `attn_implementation`."""
-
-_MARK = "_pagedkern_layer"
 _REFUSED = ("head_mask", "layer_head_mask", "position_bias", "attention_bias", "alibi", "block_mask")
 """Arguments that models of other kinds pass to their attention function and that change its result."""
 
@@ -36,16 +30,6 @@ class Mask:
         Tensor | None
     )  # bool [batch, tokens of the cache and of this forward pass]; False is padding. None: all True
     window: int | None  # tokens seen, the query's own included
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How a layer's scores are made; the fields are those of `pagedkern.paged_attention`."""
-
-    scale: float | None
-    sliding_window: int | None
-    softcap: float | None
-    sinks: Tensor | None
 
 
 def make_mask(
@@ -101,7 +85,7 @@ def attention(
         Unsupported: the model asks for something that paged attention does not compute.
         OutOfBlocks: the cache is too small; it is as it was before this forward pass.
     """
-    layer: PagedLayer | None = getattr(key, _MARK, None)
+    layer = marked_layer(key)
     if layer is None:
         raise InvalidArgument(
             f"past_key_values: got none or another cache, attn_implementation={NAME!r} accepts a PagedCache: "
@@ -141,12 +125,6 @@ def _refuse(query: Tensor, dropout: float, is_causal: bool | None, others: dict[
     for name in _REFUSED:
         if others.get(name) is not None:
             raise Unsupported(f"{name}: got {type(others[name]).__name__}, accepted is None")
-
-
-def mark(key: Tensor, layer: PagedLayer) -> Tensor:
-    """The same tensor, which now tells the attention function its layer and, through it, its cache."""
-    setattr(key, _MARK, layer)
-    return key
 
 
 def register() -> None:

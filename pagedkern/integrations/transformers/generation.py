@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagedkern.errors import InvalidArgument, InvalidType, Unsupported
-from pagedkern.integrations.transformers.attention import NAME
+from pagedkern.integrations.transformers.layer import NAME
 from pagedkern.integrations.transformers.result import Completion, GenerationResult
 from pagedkern.integrations.transformers.run import MAX_BATCH_TOKENS, Inputs, PackedCache, Run, most_blocks
 from pagedkern.integrations.transformers.sampling import Sampling

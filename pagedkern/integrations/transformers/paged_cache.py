@@ -54,7 +54,7 @@ class PagedCache(PagedStore):
             num_blocks = -(-count("max_tokens", max_tokens) // count("block_size", block_size))
         super().__init__(config, num_blocks=num_blocks, block_size=block_size, **options)
         self._rows: list[Sequence] = []
-        self._visible = torch.ones(0, 0, dtype=torch.bool)  # [batch, num_columns], on the host; False is padding
+        self._visible = torch.ones(0, 0, dtype=torch.bool, device="cpu")  # [batch, num_columns]; False is padding
         self._pending = self._visible  # what `_visible` becomes when the forward pass has run
 
     @classmethod
@@ -79,7 +79,7 @@ class PagedCache(PagedStore):
         if self.num_columns == 0 and len(self._rows) != batch:
             self.reset()
             self._rows = [self.allocator.create(0) for _ in range(batch)]
-            self._visible = torch.ones(batch, 0, dtype=torch.bool)
+            self._visible = torch.ones(batch, 0, dtype=torch.bool, device="cpu")
         if len(self._rows) != batch:
             raise InvalidArgument(
                 f"input_ids: got {batch} rows, accepted are {len(self._rows)}, those of the cache, until it is reset"
@@ -105,7 +105,7 @@ class PagedCache(PagedStore):
         if visible is None:
             if not bool(self._visible.all()):
                 raise InvalidArgument("attention_mask: got None, accepted is one that covers the padding in the cache")
-            return torch.ones(batch, length, dtype=torch.bool)
+            return torch.ones(batch, length, dtype=torch.bool, device="cpu")
         host = visible.to("cpu", torch.bool)
         if host.shape != (batch, past + length):
             raise InvalidArgument(
@@ -145,7 +145,8 @@ class PagedCache(PagedStore):
         self.roll_back()
         if not self._rows:
             return
-        index = torch.arange(len(self._rows))[beam_idx.cpu()]  # also from negative or boolean indices, as for tensors
+        rows = torch.arange(len(self._rows), device="cpu")
+        index = rows[beam_idx.cpu()]  # also from negative or boolean indices, as for tensors
         sources: list[int] = index.tolist()
         taken = Counter(sources)
         copies = {i: [self._rows[i], *self.allocator.fork(self._rows[i], taken[i] - 1)] for i in taken}
@@ -161,11 +162,11 @@ class PagedCache(PagedStore):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one after the other. They share their blocks."""
-        self.reorder_cache(torch.arange(len(self._rows)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(len(self._rows), device="cpu").repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Free every row: the cache is as new, its memory stays."""
         self.roll_back()
         for seq in self._rows:
             self.allocator.free(seq)
-        self._rows, self._visible = [], torch.ones(0, 0, dtype=torch.bool)
+        self._rows, self._visible = [], torch.ones(0, 0, dtype=torch.bool, device="cpu")

@@ -7,12 +7,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from pagedkern import BlockAllocator, KVCache, paged_attention, write_kv
 from pagedkern.cache import StepInputs
 from pagedkern.errors import InvalidArgument, Unsupported
-from pagedkern.integrations.transformers.attention import NAME, Scores, mark
+from pagedkern.integrations.transformers.layer import NAME, PagedLayer, Scores
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -46,50 +46,6 @@ class Forward:
         if self.tokens is not None:
             x = x.new_zeros(batch * length, *x.shape[1:]).index_copy_(0, self.tokens, x)
         return x.view(batch, length, *x.shape[1:])
-
-
-class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer as transformers sees it. All state is in the store."""
-
-    is_compileable = False
-    is_croppable = True
-    is_sliding = False  # sliding layers keep what is behind their window, as `crop` may bring it back into view
-    supports_early_init = False
-
-    def __init__(self, store: PagedStore, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.store = store
-        self.index = index
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the store makes its memory for all layers at once."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The given K and V. They are stored by the attention function, which knows what is padding."""
-        self.store.announce(self.index)
-        return mark(key_states, self), value_states
-
-    def arrive(self) -> None:
-        """Its attention function has been called."""
-        self.store.arrive(self.index)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores) -> Tensor:
-        """Write K and V and compute the attention of the layer, shapes as in the attention function."""
-        return self.store.attend(self.index, query, key, value, visible, scores)
-
-    def get_seq_length(self) -> int:
-        return self.store.num_columns
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """(columns of the mask, 0); transformers 5.0 passes the positions of the queries, later ones their number."""
-        new = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return self.store.num_columns + new, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_max_cache_shape(self) -> int:  # its name in transformers 5.0
-        return -1
 
 
 class PagedStore(Cache):

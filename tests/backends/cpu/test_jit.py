@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagedkern.backends.base import ITEMSIZE
 from pagedkern.backends.cpu import jit
@@ -56,18 +60,16 @@ def test_compiled_once_for_all_processes(tmp_path: Path) -> None:
         assert "pagedkern" not in err
 
 
-def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Without any place for a cache, kernels are compiled for this process alone, and a note says so."""
-
-    def njit(**options: object) -> object:
-        if options.get("cache"):
-            raise RuntimeError("no locator available")
-        return lambda function: function
-
-    monkeypatch.setattr(jit.numba, "njit", njit)
-    with caplog.at_level("WARNING"):
-        assert jit.kernel(finish) is finish
-    assert "cannot be kept on disk (no locator available)" in caplog.text
+def test_the_note_says_what_is_true(tmp_path: Path) -> None:
+    """That a kernel is kept is said only if it is; where nothing is compiled nothing is said."""
+    assert "; kept on disk" in finish(start(tmp_path / "a", "float32"))[1]
+    assert "compil" not in finish(start(tmp_path / "a", "float32"))[1]
+    (tmp_path / "file").write_text("in the way")
+    counts, err = finish(start(tmp_path / "file", "float32"))
+    assert counts == ["0", "1"]
+    assert "pagedkern: compiled the CPU write kernel (float32) in" in err
+    assert "kept on disk" not in err
+    assert err.count("Not a directory") == 1
 
 
 def test_a_change_of_any_source_is_a_cache_miss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,17 +90,18 @@ def test_the_digest_covers_every_file() -> None:
 def test_targets(kv_dtype: str) -> None:
     keys = {isa: target(kv_dtype, isa, "bfloat16").key for isa in ISAS}
     assert keys["portable"] == jit.TargetKey(kv_dtype, 4, half=False, dot=False)
-    assert keys["avx2"] == jit.TargetKey(kv_dtype, 8, half=True, dot=False)
-    assert keys["avx512"] == jit.TargetKey(kv_dtype, 16, half=True, dot=False)
+    assert keys["avx2"] == jit.TargetKey(kv_dtype, 8, half=jit.converts_half(), dot=False)
+    assert keys["avx512"] == jit.TargetKey(kv_dtype, 16, half=jit.converts_half(), dot=False)
     assert keys["native"].lanes in (4, 8, 16)
     assert not target(kv_dtype, "native", "float16").key.dot, "pairs need a query of bfloat16"
 
 
+FEATURES = ["avx", "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512vbmi", "sse4.2"]
 PROCESSORS = {  # what LLVM says of them, as far as it matters here; then dot for bfloat16, for 8 bits
-    "Zen 4, Sapphire Rapids": ("avx2 f16c avx512bw avx512vl avx512bf16 avx512vbmi", 16, True, True),
-    "Cooper Lake": ("avx2 f16c avx512bw avx512vl avx512bf16", 16, True, False),
-    "Skylake": ("avx2 f16c avx512bw avx512vl", 16, False, False),
-    "Haswell": ("avx2 f16c", 8, False, False),
+    "Zen 4, Sapphire Rapids": ("avx avx2 f16c avx512bw avx512vl avx512bf16 avx512vbmi", 16, True, True),
+    "Cooper Lake": ("avx avx2 f16c avx512bw avx512vl avx512bf16", 16, True, False),
+    "Skylake": ("avx avx2 f16c avx512bw avx512vl", 16, False, False),
+    "Haswell": ("avx avx2 f16c", 8, False, False),
     "Nehalem": ("", 4, False, False),
 }
 
@@ -106,10 +109,32 @@ PROCESSORS = {  # what LLVM says of them, as far as it matters here; then dot fo
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_the_best_of_a_processor(processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     features, lanes, words, tables = PROCESSORS[processor]
-    monkeypatch.setattr(jit.binding, "get_host_cpu_features", lambda: dict.fromkeys(features.split(), True))
+    monkeypatch.setattr(jit, "codegen", lambda: compiles_for(features.split()))
     for kv_dtype in ITEMSIZE:
         key = target.__wrapped__(kv_dtype, "native", "bfloat16").key
         assert key.lanes == lanes
         assert key.tables == (tables and ITEMSIZE[kv_dtype] == 1), kv_dtype
         assert key.dot == (words if kv_dtype == "bfloat16" else key.tables), kv_dtype
         assert not target.__wrapped__(kv_dtype, "native", "float32").key.dot
+
+
+def compiles_for(features: Iterable[str], without: Iterable[str] = ()) -> SimpleNamespace:
+    """Numba's code generator where it compiles for these features, and explicitly without others."""
+    flags = [*(f"+{name}" for name in features), *(f"-{name}" for name in without)]
+    return SimpleNamespace(magic_tuple=lambda: ("x86_64-unknown-linux-gnu", "a-processor", ",".join(flags)))
+
+
+@given(st.sets(st.sampled_from(FEATURES)), st.sets(st.sampled_from(FEATURES)))
+def test_nothing_is_emitted_that_was_not_asked_for(features: set[str], without: set[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "codegen", lambda: compiles_for(sorted(features), sorted(without)))
+        patch.setattr(jit.platform, "machine", lambda: "x86_64")
+        has = features - without
+        for kv_dtype in ITEMSIZE:
+            for isa in ISAS:
+                key = target.__wrapped__(kv_dtype, isa, "bfloat16").key
+                assert {"avx", "f16c"} <= has or not key.half
+                assert {"avx512bw", "avx512vl", "avx512bf16"} <= has or not key.dot
+                assert "avx512vbmi" in has or not key.tables
+                assert isa != "native" or key.lanes <= (16 if {"avx512bw", "avx512vl"} <= has else 8)
+                assert isa != "native" or key.lanes == 4 or has & {"avx2", "avx512bw"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -172,6 +173,98 @@ torch.set_num_threads(2); attend(call); print(helpers())
 
 def test_numba_bounds_the_number_of_threads() -> None:
     assert run("torch.set_num_threads(8); attend(call); print(helpers())", NUMBA_NUM_THREADS="2").split() == ["1"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the limit of processes binds all but root, who can become another user")
+def test_no_more_threads() -> None:
+    """The limit appears midway and goes again: who is there computes, and later more join. The same in a child."""
+    code = """
+import logging, resource
+logging.getLogger("pagedkern").addHandler(heard := logging.Handler())
+heard.emit = lambda record: "compil" in record.getMessage() or print(record.getMessage())
+torch.set_num_threads(2)
+want = attend(call).out
+os.setuid(54321)
+torch.set_num_threads(4)
+child = os.fork()
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 50))
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+for _ in range(2):
+    assert torch.equal(attend(call).out, want)
+    print(helpers())
+if child:
+    resource.setrlimit(resource.RLIMIT_NPROC, (50, 50))
+    for _ in range(200):
+        attend(call)
+    print(helpers())
+os._exit(0)
+"""
+    in_child, *in_parent = run(code, NUMBA_NUM_THREADS="8", PYTHONUNBUFFERED="1").split("pagedkern: ")[1:]
+    refused = "no more threads can be started (see ulimit -u): computing with {} of 4 threads"
+    assert in_child.splitlines() == [refused.format(1), "0", "0"]
+    assert [each.splitlines() for each in in_parent] == [[refused.format(2), "1", "1", "3"]]
+
+
+def test_no_memory_for_the_stack_of_a_thread() -> None:
+    """`ulimit -v`: the address space is nearly used up."""
+    code = """
+import re, resource
+torch.set_num_threads(2)
+want = attend(call).out
+size = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (size + (4 << 20), resource.RLIM_INFINITY))
+torch.set_num_threads(12)
+assert torch.equal(attend(call).out, want)
+print(helpers())
+"""
+    assert 1 <= int(run(code, NUMBA_NUM_THREADS="16")) < 11  # stacks of threads that ended are used again
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_threads_refused_at_random(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the work is done once, whichever threads the system refuses."""
+    rng, start = random.Random(seed), threading.Thread.start
+
+    def moody(thread: threading.Thread) -> None:
+        if thread.name.startswith("pagedkern") and rng.random() < 0.7:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", moody)
+    pool = Pool()
+    for _ in range(300):
+        work, done = itertools.count(), []
+
+        def task(work: Iterator[int] = work, done: list[int] = done) -> None:
+            while (item := next(work)) < 20:
+                done.append(item)
+
+        pool.run(task, rng.randrange(1, 6))
+        assert sorted(done) == list(range(20))
+
+
+def test_a_large_slot_mapping_after_a_fork() -> None:
+    """torch would copy it with threads that the child does not have, and wait for them for ever."""
+    code = """
+import signal
+from pagedkern.backends.base import WriteCall
+torch.set_num_threads(4)
+torch.ones(1 << 20).add(1)  # with torch's threads
+n = 100_001
+k = torch.rand(n, 1, 8)
+cache = torch.zeros(2, n, 1, 1, 8)
+write = WriteCall(k, -k, *cache, torch.arange(2 * n)[::2].flip(0) // 2, None, None)
+launch.write_kv(write)
+assert torch.equal(cache[0].flip(0).view_as(k), k)
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    launch.write_kv(write)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert run(code).split() == ["0"]
 
 
 def test_fork() -> None:

@@ -64,6 +64,21 @@ for _ in range(2):
     assert [json.loads(line) for line in python(code, raises).splitlines()] == [[False, reason]] * 2
 
 
+def test_says_that_numba_may_not_compile() -> None:
+    code = """
+import os
+os.environ["NUMBA_DISABLE_JIT"] = "1"
+from pagedkern.backends.cpu import CpuBackend
+print(CpuBackend().probe().reason)
+import numba
+numba.core.config.DISABLE_JIT = 0
+print(CpuBackend().probe().available)
+"""
+    refused, allowed = python(code, {}).splitlines()
+    assert refused == "NUMBA_DISABLE_JIT is set, so that Numba compiles nothing: unset it"
+    assert allowed == "True", "nothing was imported in between that had not been compiled"
+
+
 def test_auto_passes_over_a_numba_that_does_not_work() -> None:
     code = """
 import torch, pagedkern

@@ -1,6 +1,7 @@
 """The kernels compiled by NVRTC for GPUs that need not be here: no warnings, no spills, wide copies, tensor cores.
 
-A sample of the grid of `benchmarks.cupy_kernels`; CUPY_KERNELS=full compiles all of it.
+NVRTC of CUDA 12 and that of CUDA 13 compile a sample each of the grid of `benchmarks.cupy_kernels`; with
+CUPY_KERNELS=full both compile all of it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,30 +20,71 @@ import pytest
 
 pytest.importorskip("cupy", reason="no module named 'cupy': pip install 'pagedkern[cuda12]'")
 
+from benchmarks import nvrtc
 from benchmarks.cupy_kernels import CAPABILITIES, DIMS, DTYPES, Cell, Facts, grid, measure, wrong
 from pagedkern.backends.base import Problem
 from pagedkern.backends.cupy import compiler, config, instance
 
-EVERY = 1 if os.environ.get("CUPY_KERNELS") == "full" else 13  # prime, so that a sample has each value of each axis
-SAMPLE = [*grid()[::EVERY], *(cell for cell in grid() if cell.instance is None and cell.capability == 90)]
+FULL = os.environ.get("CUPY_KERNELS") == "full"
+EVERY, FIRST = 26, {12: 0, 13: 14}  # samples that have each value of each axis
 
 
-@pytest.mark.parametrize("cell", dict.fromkeys(SAMPLE), ids=lambda cell: cell.name)
-def test_compiles_to_what_it_should(cell: Cell) -> None:
-    assert wrong(cell, measure(cell)) == []
+def sample(cuda: int) -> list[Cell]:
+    """The cells that NVRTC of this CUDA version compiles."""
+    cells = grid() if FULL else grid()[FIRST[cuda] :: EVERY]
+    return list(dict.fromkeys((*cells, *(cell for cell in grid() if cell.instance is None and cell.capability == 90))))
 
 
-def test_the_sample_has_every_value() -> None:
-    made = [cell.instance for cell in SAMPLE if cell.instance]
-    assert {cell.capability for cell in SAMPLE} == set(CAPABILITIES)
+@pytest.fixture(scope="module")
+def process(cuda: int) -> Iterator[Executor]:
+    """A process in which CuPy compiles with this NVRTC."""
+    with nvrtc.processes(cuda, 1) as pool:
+        yield pool
+
+
+CELLS = [pytest.param(cuda, cell, id=f"NVRTC {cuda}, {cell.name}") for cuda in nvrtc.PACKAGES for cell in sample(cuda)]
+
+
+@pytest.mark.parametrize(("cuda", "cell"), CELLS, scope="module")
+def test_compiles_to_what_it_should(
+    process: Executor, cuda: int, cell: Cell, record_property: Callable[[str, object], None]
+) -> None:
+    facts = process.submit(measure, cell).result()
+    assert facts.nvrtc.startswith(f"{cuda}.")
+    record_property("compiled by", f"NVRTC {facts.nvrtc}")
+    assert wrong(cell, facts) == []
+
+
+@pytest.mark.parametrize("cuda", nvrtc.PACKAGES)
+def test_the_sample_has_every_value(cuda: int) -> None:
+    cells = sample(cuda)
+    made = [cell.instance for cell in cells if cell.instance]
+    assert {cell.capability for cell in cells} == set(CAPABILITIES)
     assert {(i.q_dtype, i.kv_dtype) for i in made} == set(DTYPES)
     assert {i.prefill for i in made} == {False, True}
     assert {i.dim_k for i in made} == {dim for dim, _ in DIMS}
     assert {i.copy for i in made} == {"async", "bulk"}
 
 
+def kept(folder: Path) -> tuple[int, ...]:
+    """Have the library compile a kernel and keep it, with the NVRTC that CuPy finds here; returns the version."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PAGEDKERN_CACHE_DIR", str(folder))
+        compiler.compiled("merge.cu", {}, 90)
+    return compiler.version()
+
+
+@pytest.mark.parametrize("cuda", nvrtc.PACKAGES, ids="NVRTC {}".format, scope="module")
+def test_an_nvrtc_that_was_loaded_before(process: Executor, cuda: int, tmp_path: Path) -> None:
+    """As torch loads that of its own CUDA version, without the built-in functions: CuPy compiles with it, whichever
+    version CuPy is for. What different versions compiled is kept apart."""
+    versions = [process.submit(kept, tmp_path).result(), kept(tmp_path)]
+    assert versions[0][0] == cuda
+    assert len(list((tmp_path / "cupy").iterdir())) == len(set(versions))
+
+
 def test_what_is_wrong_is_found() -> None:
-    good = Facts(registers=168, stack=0, spills=0, copies=0, bulk=4, mma=32, ldmatrix=16, warnings=())
+    good = Facts(nvrtc="13.0", registers=168, stack=0, spills=0, copies=0, bulk=4, mma=32, ldmatrix=16, warnings=())
     made = [cell for cell in grid() if cell.instance and cell.instance.copy == "bulk"]
     cell = next(cell for cell in made if cell.instance and cell.instance.tensor_cores)
     assert wrong(cell, good) == []

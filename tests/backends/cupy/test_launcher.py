@@ -159,3 +159,25 @@ def test_a_thread_that_has_not_used_cuda_yet(machine: Machine, operation: Callab
     assert machine.set_devices == [None]  # the index of these tensors, which are on the CPU
     operation()
     assert machine.set_devices == [None]
+
+
+class Refused(driver.CUDADriverError):
+    """Made without the driver's own text for it: there is none where there is no driver."""
+
+    def __init__(self) -> None:
+        RuntimeError.__init__(self, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "why"), [(11080, ": the driver knows CUDA up to 11.8, expected an NVRTC "), (99000, "$")]
+)
+def test_code_that_the_driver_refuses(machine: Machine, monkeypatch: pytest.MonkeyPatch, cuda: int, why: str) -> None:
+    """As a driver for CUDA 12 refuses what NVRTC of CUDA 13 compiled: the message has both versions."""
+
+    def refuse(code: bytes) -> None:
+        raise Refused
+
+    monkeypatch.setattr(function, "Module", lambda: SimpleNamespace(load=refuse))
+    monkeypatch.setattr(runtime, "driverGetVersion", lambda: cuda)
+    with pytest.raises(RuntimeError, match=rf"copy_blocks\.cu: the CUDA driver .* NVRTC 1\d\.\d+ compiled{why}"):
+        copy()

@@ -33,9 +33,9 @@ def record(stream: Any, config: Any, kernel: str, *args: Any) -> None:
     launches.append({"kernel": kernel, "grid": config.grid, "block": config.block, "stream": stream, "args": numbers})
 
 
-def counted(signature: Any, threads: int) -> Any:
+def counted(signature: Any, threads: int, made_for: object) -> Any:
     def compile_(function: Any) -> Any:
-        made = compiled(signature, threads)(function)
+        made = compiled(signature, threads, made_for)(function)
         if made._cache_misses:
             compiled_anew.append(function.__name__)
         for kernel in made.overloads.values():

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,12 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_kernels_for_real_gpus(results: list[dict[str, Any]]) -> None:
+def test_kernels_for_real_gpus(results: list[dict[str, Any]], record_property: Callable[[str, object], None]) -> None:
     """Nothing spills or lies in local memory, every function is inlined, K and V are read by 16 bytes."""
     assert len(results) >= 2
+    [nvvm] = {result["nvvm"] for result in results}
+    assert nvvm.split(".")[0] == version("cuda-bindings").split(".")[0]
+    record_property("compiled by", f"NVVM {nvvm}")
     for result in results:
         cell = result["cell"]
         assert (result["spilled"], result["stack"]) == (0, 0), result

@@ -24,14 +24,24 @@ def launched(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def twice(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("kernels")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def twice(folder: Path) -> list[dict[str, Any]]:
     return [launched(folder), launched(folder)]
 
 
-def test_a_second_process_compiles_nothing(twice: list[dict[str, Any]]) -> None:
+def test_a_second_process_compiles_nothing(twice: list[dict[str, Any]], folder: Path) -> None:
+    """And nothing is left to Numba's own cache, which would load what anybody has put there."""
     assert twice[0]["compiled"] == ["decode", "merge", "prefill", "write", "gather", "scatter"]
     assert twice[1]["compiled"] == []
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {(path.parent.relative_to(folder), path.suffix) for path in files} == {
+        (Path("pagedkern/numba_cuda"), ".bin")
+    }
+    assert len(files) == 6
 
 
 def test_launches(twice: list[dict[str, Any]]) -> None:

@@ -1,8 +1,16 @@
-"""One run from end to end: for each problem measure, decide, store; then foretell what each block size gives."""
+"""One run from end to end: for each problem measure, decide, store; then predict what each block size gives.
+
+The budget is wall time from the beginning of the run. Each problem has an equal share of what is left when its turn
+comes; what one leaves the next one has, and the usual block size of one is decided before the next one begins. Whatever
+ends a run early (Ctrl-C, a signal, a worker that cannot be kept alive), what was decided is stored, and the journal
+holds the rest.
+"""
 
 from __future__ import annotations
 
 import logging
+import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,17 +21,24 @@ from statistics import median
 from pagedkern.autotune import profile as profiles
 from pagedkern.autotune import records, store
 from pagedkern.autotune import space as spaces
-from pagedkern.autotune.decision import Verdict, decide
+from pagedkern.autotune.decision import MIN_ROUNDS, Verdict, decide
+from pagedkern.autotune.interrupts import Interrupted, Interrupts
 from pagedkern.autotune.log import Log
-from pagedkern.autotune.objective import Score, score
 from pagedkern.autotune.profile import Profile, Shape
-from pagedkern.autotune.recommend import find
-from pagedkern.autotune.search import LAYING_OUT, Runner, Tell, search, sweep_lengths
+from pagedkern.autotune.rates import Rates, Speed
+from pagedkern.autotune.rating import rates_of
+from pagedkern.autotune.recommend import Recommendation, find, is_tuned, recommend_by
+from pagedkern.autotune.runner import Runner, Tell
+from pagedkern.autotune.search import search
 from pagedkern.autotune.space import Candidate, Space, Workload
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import files
 from pagedkern.autotune.store import profiles as stored
 from pagedkern.autotune.workloads import Model, Traffic
+
+BUDGET = 60.0  # seconds, where nobody says
+CONCLUDING = 0.02  # share of the budget that is kept for deciding, storing and showing
+MOST_RESERVED = 0.25  # share of it that may be kept for what comes after
 
 MakeRunner = Callable[[Space, int], Runner]
 
@@ -32,7 +47,7 @@ logger = logging.getLogger("pagedkern.autotune")
 
 @dataclass(slots=True)
 class Outcome:
-    """What one problem came to."""
+    """Result of one problem."""
 
     space: Space
     log: Log
@@ -47,6 +62,16 @@ class Outcome:
         return not self.verdict.winners and any(self.space.baseline in times for times in self.log.finals)
 
     @property
+    def why_undecided(self) -> str:
+        """In words, where nothing was decided."""
+        if not self.space.candidates:
+            return "no backend of this machine computes this"
+        rounds = f"the finals had {len(self.log.finals)} rounds of {MIN_ROUNDS} needed"
+        if self.kept_untuned:
+            return f"untuned stays, and nothing is stored: in this time {rounds}"
+        return f"not decided: {rounds}"
+
+    @property
     def read_bandwidth(self) -> float | None:
         """Bytes per second of a plain read, measured after each round of the finals."""
         return median(self.log.reads) if self.log.reads else None
@@ -59,39 +84,40 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What the block sizes come to for one workload."""
+class Serving:
+    """What the block sizes give for one workload."""
 
     traffic: Traffic
     model: Model
     memory: int  # bytes of the cache
-    scores: tuple[Score, ...]
-    tier: str  # what the rates are of, see `recommend`: those of this run are "tuned"
-    reason: str
+    advice: Recommendation  # its tier says what the rates are of, see `recommend`: those of this run are "tuned"
 
 
 @dataclass(slots=True)
 class Run:
-    """What a run came to."""
+    """Result of a run."""
 
     device: Mapping[str, str | int]
     outcomes: list[Outcome] = field(default_factory=list)
     unusable: list[str] = field(default_factory=list)  # "backend: why it was not measured"
     interrupted: bool = False
+    signal: int = signal.SIGINT  # what interrupted it
+    failures: list[str] = field(default_factory=list)  # why measurements ended early
     load: float | None = field(default_factory=machine.load)  # of the machine when the run began
     profile: Profile | None = None  # what is known of the machine now
-    served: list[Served] = field(default_factory=list)
+    served: list[Serving] = field(default_factory=list)
     records: Path | None = None  # where the measurements are
 
     @property
     def exit_code(self) -> int:
-        """0: decided and stored, or the untuned choice kept for want of time; 1: nothing decided; 3: decided, but not
-        all of it stored; 130: interrupted."""
+        """0: decided and stored, or the untuned choice kept for want of time; 1: nothing decided, or the worker that
+        measures failed; 3: decided, but not all of it stored; 128 and the number of the signal: interrupted."""
         if self.interrupted:
-            return 130
+            return 128 + self.signal
         if any(o.not_stored for o in self.outcomes):
             return 3
-        return 0 if self.outcomes and all(o.verdict.winners or o.kept_untuned for o in self.outcomes) else 1
+        done = self.outcomes and all(o.verdict.winners or o.kept_untuned for o in self.outcomes)
+        return 0 if done and not self.failures else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +127,12 @@ class Order:
     workloads: Sequence[Workload]
     block_sizes: Sequence[int]
     backends: Sequence[str] = ()  # none: all that are usable
-    budget: float = 60.0  # seconds
+    budget: float = BUDGET  # seconds
     seed: int = 0
     exhaustive: bool = False
 
 
-def tune(
+def carry_out(
     order: Order,
     *,
     journal: Path | None = None,
@@ -114,79 +140,119 @@ def tune(
     tell: Tell = lambda *_: None,
     make_runner: MakeRunner | None = None,
     run: Run | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    interrupts: Interrupts | None = None,
+    begun: float | None = None,
+    reserve: float = 0.0,
 ) -> Run:
     """Tune each problem in its share of the budget and store what the measurements support.
-
-    Laying out the caches and compiling the kernels is not counted. What one problem leaves of its time the next one
-    has. KeyboardInterrupt ends the run and keeps what was measured.
 
     Args:
         journal: where to write every measurement as it comes; None writes none.
         resume: go on with what the journal holds, if it is of the same problems, candidates and code.
         make_runner: what measures; None is a worker process of its own, see `isolate`.
         run: filled in as results come, for a caller that wants them even if this function raises.
+        clock: seconds; all of the budget is by it.
+        interrupts: what signals are taken by; None: they are taken here, from beginning to end.
+        begun: when the budget began, on the clock; None is now.
+        reserve: seconds of the budget that the caller needs afterwards, as for `serve`.
     """
+    begin = clock() if begun is None else begun
+    kept = CONCLUDING * order.budget + min(reserve, MOST_RESERVED * order.budget)
     device = order.workloads[0].device
     run = run if run is not None else Run(machine.identity(device))
-    if make_runner is None:
-        from pagedkern.autotune.isolate import Workers
-
-        workers = Workers()
-        make_runner = workers.runner
-    else:
-        workers = None
     with ExitStack() as stack:
-        if workers is not None:
+        interrupts = interrupts or stack.enter_context(Interrupts())
+        if make_runner is None:
+            from pagedkern.autotune.isolate import Workers
+
+            workers = Workers()
             stack.callback(workers.close)
+            make_runner = workers.runner
         try:
             usable, run.unusable = spaces.usable_backends(device, list(order.backends))
             planned = [spaces.candidates(w, order.block_sizes, usable) for w in order.workloads] if usable else []
             logs = _logs(run, planned, journal, resume)
             if journal is not None and planned:
                 _write_to(journal, run, planned, logs, stack)
-            _measure(run, order, planned, logs, make_runner, tell)
-        except KeyboardInterrupt:
+            end = begin + order.budget - kept
+            _Measuring(run, order, make_runner, tell, clock, end, interrupts).all(planned, logs)
+        except KeyboardInterrupt as stop:
             run.interrupted = True
-    _profile(run)
+            run.signal = getattr(stop, "number", signal.SIGINT)
+        _profile(run, order)
     return run
 
 
+def serving_seconds(order: Order, traffics: Sequence[Traffic], model: Model, memory: int) -> float:
+    """About how long `serve` will take: as long as for the first workload with rates that are made up."""
+    speeds = {block_size: Speed(1e11) for block_size in order.block_sizes}
+    profile = Profile({}, Shape.of(model), Rates(1e11, 1e13, 1e10, speeds), {}, "", "", "")
+    begin = time.monotonic()
+    recommend_by(profile, "", "", traffics[0], traffics[0].model or model, memory)
+    return 2 * len(traffics) * (time.monotonic() - begin)  # of some twice as long as of the first preset
+
+
 def serve(run: Run, traffics: Sequence[Traffic], model: Model, memory: Callable[[Model], int]) -> None:
-    """Fill in what the block sizes come to for workloads, each with the rates of its own model's shape: those that were
+    """Fill in what the block sizes give for workloads, each with the rates of its own model's shape: those that were
     measured now, else what `recommend` would take. `memory` gives the bytes of the cache beside a model."""
     if run.profile is None:
         return
     for traffic in traffics:
-        of = traffic.model or model
+        served = traffic.model or model
         profile, tier, reason = run.profile, "tuned", "measured in this run"
-        if Shape.of(of) != profile.shape:
-            stored_, tier, reason = find(of, str(run.device["type"]))
-            if stored_ is None:  # nothing could be stored
+        if Shape.of(served) != profile.shape:
+            other, tier, reason = find(served, str(run.device["type"]))
+            if other is None:  # nothing could be stored
                 tier, reason = "tuned-nearest", "measured in this run for another shape"
-            profile = stored_ or profile
-        scores = score(traffic, of, profile.rates, memory(of))
-        run.served.append(Served(traffic, of, memory(of), tuple(scores), tier, reason))
+            profile = other or profile
+        size = memory(served)
+        run.served.append(Serving(traffic, served, size, recommend_by(profile, tier, reason, traffic, served, size)))
 
 
-def _measure(
-    run: Run, order: Order, planned: Sequence[Space], logs: Sequence[Log], make_runner: MakeRunner, tell: Tell
-) -> None:
-    left = order.budget
-    for i, (space, log) in enumerate(zip(planned, logs, strict=True)):
-        outcome = Outcome(space, log, decide(space, log))
-        run.outcomes.append(outcome)
-        if not space.candidates:
-            continue
-        say = _with_prefix(space.workload.kind, tell)
-        say(LAYING_OUT, None, None)
-        runner = make_runner(space, order.seed)
-        share = left / (len(planned) - i)
-        left -= search(space, runner, log, share, say, seed=order.seed, exhaustive=order.exhaustive)
-        _conclude(outcome)
-        if log.ended == "interrupted":
-            raise KeyboardInterrupt
-        if space.workload.kind == "decode" and (picks := outcome.verdict.picks.get(space.baseline.block_size)):
-            sweep_lengths(space, runner, log, [pick.candidate for pick in picks.values()], say)
+@dataclass
+class _Measuring:
+    """The problems of a run, one after the other."""
+
+    run: Run
+    order: Order
+    make_runner: MakeRunner
+    tell: Tell
+    clock: Callable[[], float]
+    end: float
+    interrupts: Interrupts
+
+    def all(self, planned: Sequence[Space], logs: Sequence[Log]) -> None:
+        for i, (space, log) in enumerate(zip(planned, logs, strict=True)):
+            outcome = Outcome(space, log, decide(space, log))
+            self.run.outcomes.append(outcome)
+            if space.candidates:
+                self._one(outcome, 1 / (len(planned) - i))
+
+    def _one(self, outcome: Outcome, share: float) -> None:
+        log, kind = outcome.log, outcome.space.workload.kind
+        stop: KeyboardInterrupt | None = None
+        end = self.clock() + share * (self.end - self.clock())
+        try:
+            with self.interrupts.released():
+                runner = self.make_runner(outcome.space, self.order.seed)
+                search(
+                    outcome.space, runner, log, end - self.clock(), _with_prefix(kind, self.tell), self.clock,
+                    self.order.seed, self.order.exhaustive, lambda: self._conclude(outcome), self.end - self.clock(),
+                )  # fmt: skip
+        except KeyboardInterrupt as came:
+            stop = came
+        self._conclude(outcome)
+        if log.ended == "failed":
+            self.run.failures.append(f"{kind}: {log.failure}")
+        if stop or log.ended == "interrupted":
+            raise stop or Interrupted(self.interrupts.number or signal.SIGINT)
+
+    def _conclude(self, outcome: Outcome) -> None:
+        """Decide and store a problem; and what is known of the machine, where nothing was known."""
+        with self.interrupts.held():
+            _conclude(outcome)
+            _profile(self.run, self.order, early=True)
 
 
 def _logs(run: Run, planned: Sequence[Space], journal: Path | None, resume: bool) -> list[Log]:
@@ -216,7 +282,7 @@ def _write_to(path: Path, run: Run, planned: Sequence[Space], logs: Sequence[Log
 
 def _conclude(outcome: Outcome) -> None:
     """Decide, and store a choice for each block size that was decided."""
-    outcome.verdict = decide(outcome.space, outcome.log)
+    outcome.verdict, outcome.not_stored = decide(outcome.space, outcome.log), ""
     for block_size, choices in profiles.choices_of(outcome.space, outcome.log, outcome.verdict).items():
         problem = outcome.space.workload.problem(block_size)
         try:
@@ -226,16 +292,16 @@ def _conclude(outcome: Outcome) -> None:
             return
 
 
-def _profile(run: Run) -> None:
-    """The rates of the machine, stored for `recommend`."""
+def _profile(run: Run, order: Order, early: bool = False) -> None:
+    """The rates of the machine, stored for `recommend`. `early`: they are not complete yet, and replace none."""
     picks = [{b: pick.candidate for b, pick in o.verdict.winners.items()} for o in run.outcomes]
-    rates = profiles.rates_of([o.space for o in run.outcomes], [o.log for o in run.outcomes], picks)
-    if rates is None:
+    rates = rates_of([o.space for o in run.outcomes], [o.log for o in run.outcomes], picks)
+    shape = Shape.of_problems(order.workloads)
+    if rates is None or (early and is_tuned(run.device, shape)):
         return
-    workloads = [o.space.workload for o in run.outcomes]
     code = {c.backend: machine.code(c.backend) for o in run.outcomes for c in o.space.candidates}
-    measured = "; ".join(f"{w.kind}: {w}" for w in workloads)
-    shape, driver = Shape.of_problems(workloads), machine.driver(str(run.device["type"]))
+    measured = "; ".join(f"{o.space.workload.kind}: {o.space.workload}" for o in run.outcomes)
+    driver = machine.driver(str(run.device["type"]))
     run.profile = Profile(run.device, shape, rates, code, driver, _now(), measured, run.load)
     try:
         stored.save_rates(profiles.to_json(run.profile), run.profile.shape.name())
