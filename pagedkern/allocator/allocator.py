@@ -105,6 +105,11 @@ class BlockAllocator(Facts):
         self._thread: int | None = None
         self._log: OperationLog | None = None
 
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks that `can_allocate` wants to remain free: the watermark's share of the pool."""
+        return self._reserve
+
     # Sequences.
 
     @operation

@@ -51,7 +51,7 @@ def can_start(draft: Draft, request: Request) -> bool:
         return False
     needed = _uncached(state, request)
     if needed > draft.room:
-        draft.room = state.allocator.num_free_blocks - draft.num_promised - state.watermark()
+        draft.room = state.allocator.num_free_blocks - draft.num_promised - state.allocator.watermark_blocks
     if needed <= draft.room:
         draft.room -= needed
         return True
@@ -70,7 +70,8 @@ def _fits_beside_cached(draft: Draft, request: Request) -> bool:
         return False
     if request._stage is not SWAPPED and (len(samples) == 1 or not samples[0].tokens):
         spare = draft.num_promised + len(samples) - 1
-        if state.allocator.can_allocate(_text(request), salt=request.salt, spare_blocks=spare) is Verdict.OK:
+        ids, keys = _text(request), request.keys
+        if state.allocator.can_allocate(ids, salt=request.salt, spare_blocks=spare, keys=keys) is Verdict.OK:
             return True
     state.refusal = (request.id, room)
     return False
@@ -133,7 +134,11 @@ def _take(state: State, request: Request, rest: int = 0) -> Sequence | Plan:
         taken = state.allocator.swap_in([s.seq for s in request._unfinished if s.seq is not None])
     else:
         again = request._stage is not WAITING  # its prompt has been counted then
-        taken = state.allocator.create(_text(request), salt=request.salt, priority=request.priority, again=again)
+        salt, keys, kept = request.salt, request.keys, request.retention
+        level = request.priority
+        taken = state.allocator.create(
+            _text(request), salt=salt, priority=level, keys=keys, retention=kept, again=again
+        )
     if rest and rest > state.allocator.num_free_blocks:
         raise OutOfBlocks
     return taken

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagedkern.allocator import Sequence
     from pagedkern.allocator.arguments import Salt
+    from pagedkern.allocator.retention import Retention
+    from pagedkern.allocator.spans import Span
 
 
 class Stage(enum.Enum):
@@ -69,11 +71,13 @@ class Request:
         "_unfinished",
         "eos",
         "id",
+        "keys",
         "max_tokens",
         "num_cached_tokens",
         "num_preemptions",
         "priority",
         "prompt",
+        "retention",
         "salt",
         "samples",
     )
@@ -87,6 +91,8 @@ class Request:
         eos: frozenset[int],
         salt: Salt,
         priority: int,
+        keys: tuple[Span, ...],
+        retention: tuple[Retention, ...],
     ) -> None:
         self.id = ident  # 1, 2, ... in the order of arrival
         self.prompt = prompt  # int64, token ids
@@ -94,6 +100,8 @@ class Request:
         self.eos = eos  # tokens that end a sample
         self.salt = salt  # as in `BlockAllocator.create`
         self.priority = priority  # of its cached blocks, as in `BlockAllocator.create`
+        self.keys = keys  # what tokens of the prompt stand for, as in `BlockAllocator.create`
+        self.retention = retention  # priorities of parts of it, as in `BlockAllocator.create`
         self.samples = tuple(Sample(self, i) for i in range(n))  # its completions
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when it was first admitted
         self.num_preemptions = 0  # how often it had to make room

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as List
 
-from pagedkern.allocator import BlockAllocator, Verdict
+from pagedkern.allocator import BlockAllocator, Retention, Verdict
 from pagedkern.allocator.arguments import MAX_TOKENS, Salt, Tokens, integer, tenant, token_ids
+from pagedkern.allocator.retention import read as read_retention
+from pagedkern.allocator.spans import Keys
+from pagedkern.allocator.spans import read as read_keys
 from pagedkern.errors import InvalidArgument, InvalidType
 from pagedkern.scheduler import audit, outcome, planner
 from pagedkern.scheduler.batch import Batch, BatchCopy
@@ -132,6 +136,8 @@ class Scheduler:
         eos: int | Iterable[int] = (),
         salt: Salt = None,
         priority: int = 0,
+        keys: Keys = (),
+        retention: List[Retention] = (),
     ) -> Request:
         """A new request at the end of the queue.
 
@@ -140,7 +146,7 @@ class Scheduler:
             max_tokens: new tokens, for each sample, at the most.
             n: samples of the prompt, which is computed once for all of them.
             eos: tokens that end a sample.
-            salt, priority: as in `BlockAllocator.create`.
+            salt, priority, keys, retention: as in `BlockAllocator.create`.
 
         Raises `InvalidArgument` for what can never run, when `can_add` gives `NEVER`: the pool has fewer blocks than it
         could need, alone and to its end, or fewer than its prompt and the watermark. O(tokens).
@@ -161,7 +167,8 @@ class Scheduler:
                 f"{state.allocator.num_blocks}, from which the prompt must leave the watermark free: it can never run"
             )
         level, owner = integer("priority", priority, 0, 3), tenant(salt)
-        request = Request(state.num_requests + 1, ids, last, count, ends, owner, level)
+        marks, kept = read_keys(keys, len(ids)), read_retention(retention)
+        request = Request(state.num_requests + 1, ids, last, count, ends, owner, level, marks, kept)
         state.num_requests += 1
         state.enter(request, WAITING)
         state.counts["requests_added"] += 1

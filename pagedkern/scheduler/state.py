@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
 
-from pagedkern.allocator import BlockAllocator, Verdict
+from pagedkern.allocator import BlockAllocator
 from pagedkern.scheduler.batch import Batch
 from pagedkern.scheduler.costs import Costs
 from pagedkern.scheduler.queue import Queue
@@ -47,26 +46,10 @@ class State:
         self.num_requests = 0
         self.counts = dict.fromkeys(COUNTS, 0)
         self.refusal = (0, 0)  # the request that had no room the last time, and the blocks that there were
-        self._watermark: int | None = None  # not asked for yet
         # Sums over `running`.
         self.num_seqs = 0  # sequences that they have, or will have once their prompts are computed
         self.num_prefilling = 0  # requests whose prompts are being computed
         self.num_promised = 0  # blocks that these need at once when they are: each sample but one a last block
-
-    def watermark(self) -> int:
-        """Blocks that the allocator's watermark keeps free, found by asking; more than are free if these are too few to
-        tell. O(log blocks), once.
-        """
-        if self._watermark is not None:
-            return self._watermark
-        free = self.allocator.num_free_blocks
-        spare = bisect_left(range(free + 1), True, key=self._touches_watermark)  # the least that is too much
-        if spare:
-            self._watermark = free + 1 - spare
-        return free + 1 - spare
-
-    def _touches_watermark(self, spare: int) -> bool:
-        return self.allocator.can_allocate(0, spare_blocks=spare) is not Verdict.OK
 
     @property
     def queues(self) -> tuple[Queue, Queue, Queue]:

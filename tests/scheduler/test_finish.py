@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pagedkern.allocator import BlockAllocator, Verdict
@@ -129,8 +131,8 @@ def test_a_group_is_admitted_with_the_last_blocks_of_its_samples(
     ours = run()
     plain = BlockAllocator.can_allocate
 
-    def prompts_alone(self: BlockAllocator, tokens: object, *, salt: object = None, spare_blocks: int = 0) -> Verdict:
-        return plain(self, tokens, salt=salt)  # type: ignore[arg-type]
+    def prompts_alone(self: BlockAllocator, tokens: object, *, spare_blocks: int = 0, **more: Any) -> Verdict:
+        return plain(self, tokens, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(BlockAllocator, "can_allocate", prompts_alone)
     theirs = run()
