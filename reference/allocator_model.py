@@ -426,7 +426,8 @@ class Model:
             assert old is not None
             row.seq.blocks[i] = new
             row.replaced.append((i, old, new))
-            self.fence(plan, [old])
+            for other in (*row.seq.pending, plan):
+                self.fence(other, [old])
             release([old], row.seq.level)
             if kept:
                 self.seal(plan, old, kept)

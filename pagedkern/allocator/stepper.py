@@ -165,7 +165,8 @@ def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]],
         seq._blocks[index] = new
         seq._dirty = True
         row.cows.append((index, old, new))
-        core.fence(step, [old], core.pool)
+        for plan in (*seq._pending, step):  # earlier steps may write it, also if this one is aborted before they end
+            core.fence(plan, [old], core.pool)
         core.release(seq, [old])
         if kept:
             core.seal(step, old, kept)

@@ -20,6 +20,7 @@ class World(Stepping):
     """The engine with its actions."""
 
     def __init__(self, *args: Any, alike: bool = False, most: int = 8, **options: Any) -> None:
+        options.setdefault("clock", float)  # it is always 0.0
         super().__init__(*args, **options)
         self.alike = alike  # whether all prompts begin in the same way, under the same salt
         self.most = most  # sequences
@@ -388,7 +389,7 @@ class World(Stepping):
         self.last_batch, self.tables = [], {}
 
     def restored(self, state: dict[str, Any]) -> BlockAllocator:
-        return BlockAllocator.restore(state)
+        return BlockAllocator.restore(state, clock=self.options["clock"])
 
     def stale(self, a: int, b: int, c: int) -> None:
         dead = [*self.dead, *(s.handle for s in self.those("swapped out"))]

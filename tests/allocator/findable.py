@@ -212,7 +212,7 @@ class Watched(World):
         return restored
 
     def restore(self, state: dict[str, Any]) -> BlockAllocator:
-        return BlockAllocator.restore(state)
+        return BlockAllocator.restore(state, clock=self.clock)
 
     # After each action.
 

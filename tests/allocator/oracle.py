@@ -273,8 +273,11 @@ class Engine:
             else:
                 shadow.cut(min(row.base, len(shadow.tokens)))
                 shadow.scheduled = min(shadow.scheduled, row.start)
+        brought = {"device" + str(b) for kind, _, dst in flight.plan.moves if kind == "swap_in" for b in dst}
         for other in self.flights[self.flights.index(flight) + 1 :]:
             other.broken |= any(row.shadow in freed for row in other.rows)
+            if not brought.isdisjoint(other.touched):  # live sequences that wait for the move would have kept it
+                other.broken |= any(row.shadow.state == "freed" for row in other.rows)
         self.land(flight)
 
     def land(self, flight: Flight) -> None:

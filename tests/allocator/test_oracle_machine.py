@@ -167,6 +167,27 @@ def test_what_is_swapped_back_by_two_aborts_is_nobody_elses() -> None:
     assert allocator.num_free_blocks == 8
 
 
+def test_a_block_that_two_cut_sequences_do_not_get_back_stays_with_the_step_that_writes_it() -> None:
+    """Both copied it on write; they were cut and the copies aborted, but the step of the prompt still writes it."""
+    allocator = BlockAllocator(8, 4)
+    seq = allocator.create([1, 2, 3, 4, 5, 6])
+    prompt = allocator.prefill([seq])
+    (fork,) = allocator.fork(seq)
+    first = allocator.append([fork], [7])
+    allocator.truncate(seq, 5)
+    second = allocator.append([seq], [7])
+    assert [list(step.copies) for step in (first, second)] == [[(1, 2)], [(1, 3)]]
+    for each, step in ((seq, second), (fork, first)):
+        allocator.truncate(each, 4)
+        allocator.abort(step)
+    others = allocator.create(allocator.num_free_blocks * 4)
+    assert 1 not in others.block_ids, "the step of the prompt writes it"
+    allocator.commit(prompt)
+    allocator.check()
+    allocator.free(others)
+    assert allocator.num_free_blocks == 7
+
+
 def test_an_empty_table_is_nobody_elses_either() -> None:
     allocator = BlockAllocator(8, 4, num_host_blocks=8)
     seq = allocator.create([])
