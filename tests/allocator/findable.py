@@ -365,7 +365,7 @@ class Watched(World):
                     use.least_time = use.most_time = self.time
                     if self.flights or not self.quiet:
                         self.fenced[memory].add(digest)
-                if digest in passing or digest in self.fenced[memory]:
+                if digest in passing or digest in self.fenced[memory] or self.was_open:  # then uses are not all seen
                     use.most_time = self.time
                 for priority, shadow, seconds in [
                     k for k in keeping.get(digest, ()) if lasts(k[1], k[2], self.clock())
