@@ -421,7 +421,7 @@ class BlockAllocator(Facts):
         """The allocator of a `snapshot`, `state`; its sequences, with the same ids, are in `sequences`.
 
         A snapshot says in which blocks keys and values are, not what they are: restore it only where the memory of the
-        blocks is as it was.
+        blocks is as it was. `clock`: as in the constructor; what is left of a `Retention` runs from now on.
 
         `InvalidArgument` for what is not a snapshot of this version, with the field at fault if it is damaged.
         """

@@ -78,7 +78,7 @@ class Facts:
 
     def digests(self, tokens: Tokens, *, salt: Salt = None, keys: Keys = ()) -> list[bytes]:
         """The SHA-256 of each full block of a prompt under a salt, as `BlockEvent.digest` has it: equal in all
-        processes. Arguments as in `BlockAllocator.create`. O(tokens).
+        processes. `tokens`, `salt`, `keys`: as in `BlockAllocator.create`. O(tokens).
         """
         ids, stride = token_ids("tokens", tokens), self._core.prefix.stride
         data = ids.tobytes()
