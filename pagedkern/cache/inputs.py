@@ -39,9 +39,9 @@ class StepInputs(NamedTuple):
     cu_seqlens_q: Tensor  # int32 [S+1]
     max_seqlen_q: int  # most query tokens of one sequence
     slot_mapping: Tensor  # int64 [T]
-    token_ids: Tensor | None  # int64 [T], the model's input; None of a `Step`, which does not know them
+    token_ids: Any  # Tensor, int64 [T], the model's input; None of a `Step`, which does not know them
     positions: Tensor  # int64 [T], of each token in its sequence; 0 where seq_lens leave no room for one
-    logits_rows: Tensor | None  # int64, the tokens whose logits give the next ones, of a `Batch` one for each output
+    logits_rows: Any  # Tensor, int64: the tokens whose logits give the next ones, one for each output; None of a `Step`
 
 
 def step_inputs(step: PlannedStep, device: torch.device) -> StepInputs:
