@@ -44,11 +44,16 @@ def obstacle() -> str | None:
     return done.stderr.strip().rpartition("\n")[2] if done.returncode else None
 
 
-def run(folder: Path, spec: dict[str, Any] | None = None, cwd: Path = ROOT, **environment: str | None) -> Outcome:
-    """The program on the problem in `folder`, under the conditions of `become`, with changes to the environment."""
+def run(
+    folder: Path, spec: dict[str, Any] | None = None, cwd: Path = ROOT, part: str = "", **environment: str | None
+) -> Outcome:
+    """The program on the problem in `folder`, under the conditions of `become`, with changes to the environment.
+
+    `part`: "write" for all but attention.
+    """
     env: dict[str, str | None] = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_") and k not in NAMES}
     env |= {"PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1", "HOME": "/nonexistent", **environment}
-    command = [sys.executable, "-m", "tests.environment.program", str(folder)]
+    command = [sys.executable, "-m", "tests.environment.program", str(folder), *part.split()]
     if spec:
         mounts = spec.keys() & {"mounts", "read_only"} or ("uid" in spec and closed(Path(sys.base_prefix)))
         if mounts and obstacle():

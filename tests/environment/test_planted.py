@@ -58,7 +58,7 @@ def test_a_folder_that_others_can_write(cache: Path, problem: Path, tmp_path: Pa
         plant(path, tmp_path / "mark")
     cache.chmod(0o777)
     before = tree(cache)
-    outcome = run(problem, **both(cache))
+    outcome = run(problem, part="write", **both(cache))
     assert not (tmp_path / "mark").exists()
     assert outcome.right
     [warning] = outcome.warnings
