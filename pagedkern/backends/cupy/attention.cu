@@ -141,6 +141,7 @@ INLINE void soften(Core &core, WarpRows<Core> &rows, const pagedkern_attention_p
                    int keys, bool masked) {
 #pragma unroll
   for (int r = 0; r < core.rows(); r++) {
+    const float product = core.at(r, 0);
     float best = -infinity();
 #pragma unroll
     for (int e = 0; e < core.scores(); e++) {
@@ -157,7 +158,10 @@ INLINE void soften(Core &core, WarpRows<Core> &rows, const pagedkern_attention_p
     float total = 0.0f;
 #pragma unroll
     for (int e = 0; e < core.scores(); e++) {
-      core.at(r, e) = exponential(core.at(r, e) - base);
+      float above = core.at(r, e) - base;
+      if (!i.tensor_cores && !i.features && fabsf(core.at(r, e)) < infinity())
+        above = fmaf(product, rows.scale, -base); /* the only score of the lane, not rounded in between */
+      core.at(r, e) = exponential(above);
       total += core.at(r, e);
     }
     rows.total[r] = rows.total[r] * decay + total;
@@ -295,10 +299,14 @@ INLINE void attend(const pagedkern_batch &batch, const pagedkern_attention_param
 }
 
 #ifdef PAGEDKERN_INSTANCE
-/* Decode lives on tiles in flight: at usual head dims registers leave room for 12 warps of a multiprocessor. */
+/* Decode lives on tiles in flight: at usual head dims registers leave room for 12 warps of a multiprocessor. So they do
+ * for the float32 prefill whose shared memory does. */
 constexpr int THREADS = 32 * Constants::row_warps * Constants::key_warps;
-constexpr bool SMALL = Constants::tensor_cores && Constants::dim_k + Constants::dim_v <= 256 &&
-                       Constants::tile / Constants::key_warps == 16;
+constexpr bool SMALL = Constants::tensor_cores ? Constants::dim_k + Constants::dim_v <= 256 &&
+                                                     Constants::tile / Constants::key_warps == 16
+                                               : Constants::dim_k + Constants::dim_v <= 128 && Constants::prefill &&
+                                                     Constants::kv_dtype == PAGEDKERN_DTYPE_FLOAT32 &&
+                                                     !Constants::features;
 #define BOUNDS __launch_bounds__(THREADS, SMALL ? 384 / THREADS : 1)
 #else
 #define BOUNDS

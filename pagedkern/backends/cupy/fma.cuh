@@ -9,6 +9,8 @@
 
 struct FmaCore {
   static constexpr int ROWS = MAX_ROWS; /* of a lane: all of the warp's */
+  static constexpr int FEW = 64;        /* elements of a key; a lane that takes less adds them up plainly */
+  static constexpr int TURNS = 2;       /* of a lane at a key, 4 elements each, whose products make one sum */
 
   const Constants &i;
   const int lane;
@@ -54,18 +56,11 @@ struct FmaCore {
   INLINE void load_q(const unsigned char *tile) { q = (const float *)tile; }
 
   INLINE void score(const unsigned char *tile, int pitch) {
+    const unsigned char *row = tile + lane % keys() * pitch; /* [dim_k] the lane's key */
 #pragma unroll
     for (int r = 0; r < i.rows; r++) s[r] = 0.0f;
-    const unsigned char *row = tile + lane % keys() * pitch; /* [dim_k] the lane's key */
-#pragma unroll 4
-    for (int d = lane / keys() * 4; d < i.dim_k; d += 128 / keys()) {
-      const float4 k = load_4(row + d * size_of(i.kv_dtype), i.kv_dtype);
-#pragma unroll
-      for (int r = 0; r < i.rows; r++) {
-        const float4 x = *(const float4 *)(q + r * i.dim_k + d);
-        s[r] += fmaf(x.w, k.w, x.z * k.z) + fmaf(x.y, k.y, x.x * k.x); /* few roundings of the whole sum */
-      }
-    }
+    if (i.dim_k * keys() < 32 * FEW) add_few(row);
+    else add_many(row);
 #pragma unroll
     for (int r = 0; r < i.rows; r++) {
       for (int step = keys(); step < 32; step *= 2) s[r] += __shfl_xor_sync(ALL_LANES, s[r], step);
@@ -123,6 +118,55 @@ struct FmaCore {
   }
 
 private:
+  /* s += the products of q and the lane's elements of a key, in sums of 4. */
+  INLINE void add_few(const unsigned char *row) {
+#pragma unroll 4
+    for (int d = lane / keys() * 4; d < i.dim_k; d += 128 / keys()) {
+      const float4 k = load_4(row + d * size_of(i.kv_dtype), i.kv_dtype);
+#pragma unroll
+      for (int r = 0; r < i.rows; r++) {
+        const float4 x = *(const float4 *)(q + r * i.dim_k + d);
+        s[r] += fmaf(x.w, k.w, x.z * k.z) + fmaf(x.y, k.y, x.x * k.x);
+      }
+    }
+  }
+
+  /* The same in sums of 8, and what s loses by rounding is added up beside it, to be made good at the end (Neumaier,
+   * ZAMM 54, 1974): the error hardly grows with the number of elements, and the instructions are as many. */
+  INLINE void add_many(const unsigned char *row) {
+    const int step = 128 / keys(); /* elements from one turn of the lane to its next */
+    const bool even = i.dim_k % (TURNS * step) == 0;
+    float lost[ROWS];
+#pragma unroll
+    for (int r = 0; r < i.rows; r++) lost[r] = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < i.dim_k; first += TURNS * step) {
+      const int d = first + lane / keys() * 4;
+      float4 k[TURNS];
+#pragma unroll
+      for (int n = 0; n < TURNS; n++) {
+        if (even || first + n * step < i.dim_k) k[n] = load_4(row + (d + n * step) * size_of(i.kv_dtype), i.kv_dtype);
+      }
+#pragma unroll
+      for (int r = 0; r < i.rows; r++) {
+        float part = 0.0f;
+#pragma unroll
+        for (int n = 0; n < TURNS; n++) {
+          if (!even && first + n * step >= i.dim_k) continue;
+          const float4 x = *(const float4 *)(q + r * i.dim_k + d + n * step);
+          part = fmaf(x.w, k[n].w, fmaf(x.z, k[n].z, fmaf(x.y, k[n].y, fmaf(x.x, k[n].x, part))));
+        }
+        const float sum = s[r] + part;
+        lost[r] += part - (sum - s[r]);
+        s[r] = sum;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < i.rows; r++) {
+      if (fabsf(lost[r]) < infinity()) s[r] += lost[r]; /* not the NaN beside an infinite sum */
+    }
+  }
+
   INLINE void load_weights(float p[ROWS], const float *from) const {
     if (i.rows % 4) {
 #pragma unroll
