@@ -216,6 +216,8 @@ def result_of(run: Run) -> TuneResult:
         if outcome.not_stored:
             reasons.append(f"{kind}: not stored: {outcome.not_stored}")
     reasons += run.failures
+    if run.records_cut:
+        reasons.append(f"records: no more could be written: {run.records_cut}")
     found = {one.traffic.name: one.advice for one in run.served}
     complete = run.exit_code == 0 and all(o.verdict.winners for o in run.outcomes)
     where = machine.describe(run.device)

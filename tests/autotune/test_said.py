@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import resource
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +19,20 @@ from pagedkern.autotune import api, workloads
 from pagedkern.autotune.cli import main
 from pagedkern.autotune.cli import tune as command
 from pagedkern.autotune.decision import decide
+from pagedkern.autotune.process import Process
 from pagedkern.autotune.profile import Profile, Shape
 from pagedkern.autotune.recommend import recommend_by
+from pagedkern.autotune.records import Journal
 from pagedkern.autotune.report import console, serving
 from pagedkern.autotune.report.formats import bar_text
 from pagedkern.autotune.runs import Outcome, Run, Serving
+from pagedkern.autotune.store import files
 from pagedkern.errors import InvalidArgument
 from tests.autotune.test_advice import SMALL, TRUTH, machine, rates
 from tests.autotune.test_configs import folder
 from tests.autotune.test_report import printed
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 120])
@@ -91,6 +98,57 @@ def test_what_is_imported_counts_for_the_budget(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SystemExit):
         main(["tune", "--budget", "5s"])
     assert begun[0] <= asked[-1]
+
+
+def test_a_store_that_is_nowhere_is_called_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(files, "directory", lambda: None)
+    assert main(["show"]) == 0
+    text = capsys.readouterr().out
+    assert "there is no home. Set PAGEDKERN_CACHE_DIR" in " ".join(text.split())
+    assert "None" not in text
+
+
+def test_records_that_are_cut_are_called_so(tmp_path: Path) -> None:
+    """A disk that becomes full, as a limit of the size of files."""
+    recorded, reasons = machine(TRUTH, 0.0), []
+    path = tmp_path / "run.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Journal(path, recorded, reasons.append):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, before[1]))
+        try:
+            recorded.logs[0].read(1e9)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert reasons == ["File too large"]
+    run = Run({"type": "cpu", "name": "A processor", "threads": 2}, records=path, records_cut=reasons[0])
+    text = " ".join(printed(run).split())
+    assert "Measurements are in, until no more could be written (File too large)" in text
+    assert "Every measurement" not in text
+    assert "records: no more could be written: File too large" in api.result_of(run).reasons
+
+
+def test_a_profile_that_cannot_be_read_is_said_once(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = home / "rates" / "machine"
+    folder.mkdir(parents=True)
+    (folder / "shape.json").write_text("{")
+    for _ in range(3):
+        pagedkern.recommend("chat", "24GB")
+    assert len([r for r in caplog.records if "shape.json cannot be used" in r.getMessage()]) == 1
+
+
+def test_the_worker_imports_nothing_from_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only from where the program does."""
+    (tmp_path / "struct.py").write_text("raise SystemExit('planted')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(ROOT), *(p for p in sys.path if p)])
+    worker = Process()
+    try:
+        worker.send(("unknown",), time.monotonic() + 60)
+        assert worker.exchange(("other",), 60.0)[0] == "error"  # it answers
+    finally:
+        worker.end()
 
 
 @pytest.mark.parametrize(

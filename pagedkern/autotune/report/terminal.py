@@ -212,7 +212,8 @@ def _conclusion(run: Run) -> Iterator[str]:
         if outcome.not_stored:
             yield f"Not stored ({outcome.space.workload.kind}): {outcome.not_stored}"
     if run.records is not None:
-        yield "Every measurement is in (replay, report and export read it)"
+        cut = f"Measurements are in, until no more could be written ({run.records_cut}):"
+        yield cut if run.records_cut else "Every measurement is in (replay, report and export read it)"
         yield f"  {run.records}"
     if machine.is_busy(run.load):
         yield (
