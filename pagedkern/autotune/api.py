@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from pagedkern.autotune import arguments, workloads
 from pagedkern.autotune import space as spaces
-from pagedkern.autotune.recommend import Recommendation, parse_memory
+from pagedkern.autotune.recommend import Recommendation, cache_size
 from pagedkern.autotune.runs import BUDGET, Order, Run
 from pagedkern.autotune.space import Workload
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import files
 from pagedkern.autotune.workloads import Model, Traffic
 from pagedkern.backends.base import ITEMSIZE
-from pagedkern.errors import InvalidArgument, InvalidType
+from pagedkern.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from pagedkern.autotune.interrupts import Interrupts
@@ -105,7 +105,7 @@ def tune(
 
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        tell = None if arguments.flag("quiet", quiet) else _progress(stack, planned.order.budget)
+        tell = None if arguments.flag("quiet", quiet) else _progress(stack, planned)
         run = measure(planned, tell, interrupts)
     interrupts.send_again()
     return result_of(run)
@@ -151,22 +151,23 @@ def plan(
     exhaustive: bool = False,
     shape: Mapping[str, int | str | None] | None = None,
     batch: Mapping[str, int | None] | None = None,
+    begun: float | None = None,
 ) -> Plan:
-    """Check the arguments of `tune`, and those that the command line has besides: `shape` changes the model's
-    (num_heads, num_kv_heads, head_dim, dtype, kv_dtype), `batch` sizes the problems (num_seqs, context, prompt).
+    """Check the arguments of `tune`, and those that others have besides: `shape` changes the model's (num_heads,
+    num_kv_heads, head_dim, dtype, kv_dtype), `batch` sizes the problems (num_seqs, context, prompt), `begun` is when
+    the budget began, by `time.monotonic` (None: now).
 
     Raises:
         InvalidArgument: as `tune`; `DoesNotFit` if there is too little memory.
     """
-    kind, begun = _device(device), time.monotonic()  # from here on, for torch has been imported
-    named = [workload] if isinstance(workload, str | Path | Traffic) else list(workload or workloads.names())
-    traffics = [workloads.load(one) for one in named]
+    begun, kind = time.monotonic() if begun is None else begun, _device(device)  # which imports torch
+    traffics = [workloads.load(one) for one in _named(workload)]
     base = _base(model, traffics if workload else ())
     served = _changed(base, shape or {})
     sizes = list(spaces.BLOCK_SIZES) if block_sizes is None else arguments.block_sizes("block_sizes", block_sizes)
     names = [] if backends is None else arguments.backends("backends", backends)
     wall, start = arguments.seconds("budget", budget), arguments.whole("seed", seed)
-    again, size = arguments.flag("resume", resume), None if memory is None else parse_memory(memory)
+    again, size = arguments.flag("resume", resume), None if memory is None else cache_size(memory, served)
     problems = spaces.problems_of(served, kind, num_block_sizes=len(sizes), **(batch or {}))
     for problem in problems:
         needed, free = spaces.memory(problem, sizes), machine.free_memory(kind)
@@ -174,7 +175,8 @@ def plan(
             raise DoesNotFit(problem, sizes, needed, free)
     order = Order(problems, sizes, names, wall, start, exhaustive)
     same = tuple(replace(t, model=None) if model or t.model == base else t for t in traffics)
-    return Plan(order, same, served, size, again, journal_of(order) if records is None else Path(records), begun)
+    journal = journal_of(order) if records is None else arguments.path("records", records)
+    return Plan(order, same, served, size, again, journal, begun)
 
 
 def measure(
@@ -214,6 +216,8 @@ def result_of(run: Run) -> TuneResult:
         if outcome.not_stored:
             reasons.append(f"{kind}: not stored: {outcome.not_stored}")
     reasons += run.failures
+    if run.records_cut:
+        reasons.append(f"records: no more could be written: {run.records_cut}")
     found = {one.traffic.name: one.advice for one in run.served}
     complete = run.exit_code == 0 and all(o.verdict.winners for o in run.outcomes)
     where = machine.describe(run.device)
@@ -248,11 +252,15 @@ def _choices(outcome: Outcome) -> Iterable[TunedChoice]:
         )  # fmt: skip
 
 
+def _named(workload: Named | Sequence[Named] | None) -> Sequence[Named]:
+    if isinstance(workload, list | tuple | None):
+        return workload or workloads.names()
+    return [workload]  # type: ignore[list-item]  # one, or what `load` refuses
+
+
 def _base(model: str | Path | Model | None, traffics: Sequence[Traffic]) -> Model:
     """The model that is named, or else that of the first workload whose file names one."""
     if model is not None:
-        if not isinstance(model, str | Path | Model):
-            raise InvalidType(f"model: got {type(model).__name__}, expected a name, a path or a Model")
         return workloads.model(model)
     return next((traffic.model for traffic in traffics if traffic.model), None) or workloads.default_model()
 
@@ -276,11 +284,12 @@ def _device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _progress(stack: ExitStack, budget: float) -> Tell | None:
+def _progress(stack: ExitStack, planned: Plan) -> Tell | None:
     """Progress on standard error, if there is what draws it."""
     from pagedkern.autotune.report import console, progress
 
     try:
-        return stack.enter_context(progress.Progress(console.console(error=True), budget)).tell
+        bar = progress.Progress(console.console(error=True), planned.order.budget, begun=planned.begun)
+        return stack.enter_context(bar).tell
     except ImportError:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import pagedkern.backends as registry
 from pagedkern.errors import InvalidArgument, InvalidType
@@ -33,10 +34,18 @@ def count(name: str, value: object) -> int:
 
 
 def whole(name: str, value: object) -> int:
-    """A whole number."""
+    """A whole number that fits in 64 bits, signed."""
     if type(value) is not int:
         raise InvalidType(f"{name}: got {value!r}, expected a whole number")
+    if not -(2**63) <= value < 2**63:
+        raise InvalidArgument(f"{name}: got {value}, expected a whole number of at most 64 bits")
     return value
+
+
+def path(name: str, value: object) -> Path:
+    if not isinstance(value, str | Path):
+        raise InvalidType(f"{name}: got {type(value).__name__}, expected a path")
+    return Path(value)
 
 
 def block_sizes(name: str, value: object) -> list[int]:

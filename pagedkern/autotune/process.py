@@ -19,7 +19,7 @@ from typing import Any
 
 from pagedkern.autotune.worker import LENGTH
 
-COMMAND = (sys.executable, "-m", "pagedkern.autotune.worker")
+COMMAND = (sys.executable, "-P", "-m", "pagedkern.autotune.worker")  # -P: nothing from where we happen to be
 LEAVING = 10.0  # seconds that a process may take to end after it has closed its pipes
 OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT}  # not by a kernel's own fault
 
@@ -40,7 +40,7 @@ class Process:
     """A worker process. It ends with this one, whatever happens. Raises `CannotStart`."""
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
-        path = os.pathsep.join(p for p in sys.path if p)
+        path = os.pathsep.join(_here() if p == "" else p for p in sys.path)
         try:
             self._process = subprocess.Popen(
                 command,
@@ -131,6 +131,14 @@ class Process:
         if -code == signal.SIGKILL:
             return Ended(f"was killed ({name}): the system may be out of memory", True)
         return Ended(f"was ended ({name})", True) if -code in OUTSIDE else Ended(f"crashed: {name}", False)
+
+
+def _here() -> str:
+    """The current folder, which "" stands for in `sys.path`."""
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return os.devnull
 
 
 def _wait(descriptor: int, event: int, end: float) -> None:

@@ -80,10 +80,7 @@ def recommend(
     """
     traffic = workloads.load(workload)
     served = workloads.model(model) if model is not None else traffic.model or workloads.default_model()
-    size = parse_memory(memory)
-    if size < USUAL_BLOCK_SIZE * served.token_bytes:
-        least = USUAL_BLOCK_SIZE * served.token_bytes
-        raise InvalidArgument(f"memory: got {size:,} bytes, accepted is at least {least:,}, one block")
+    size = cache_size(memory, served)
     return recommend_by(*find(served, *_device(device or default_device())), traffic, served, size)
 
 
@@ -198,6 +195,14 @@ def default_device() -> str:
     """ "cuda" if this process has loaded torch and it finds a GPU, else "cpu"."""
     torch = sys.modules.get("torch")
     return "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
+
+
+def cache_size(memory: int | str, model: Model) -> int:
+    """Bytes of a cache, see `parse_memory`. Raises `InvalidArgument` if not even one block of a model fits."""
+    size, least = parse_memory(memory), USUAL_BLOCK_SIZE * model.token_bytes
+    if size < least:
+        raise InvalidArgument(f"memory: got {size:,} bytes, expected at least {least:,}, one block of {model.name}")
+    return size
 
 
 def parse_memory(memory: int | str) -> int:

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from glob import escape
@@ -59,7 +59,9 @@ class Journal:
         OSError: the file cannot be written; what was there is there still.
     """
 
-    def __init__(self, path: Path, recorded: Recorded) -> None:
+    def __init__(self, path: Path, recorded: Recorded, lost: Callable[[str], None] = lambda _: None) -> None:
+        """`lost` is told why if no more can be written."""
+        self._lost = lost
         folders.make(path.parent)
         self.path, owner = _claim(path)
         for left in self.path.parent.glob(f".{escape(self.path.name)}.*"):  # by a run that was killed
@@ -109,7 +111,8 @@ class Journal:
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:  # a full disk costs the records, not the run
-            logger.warning("%s: no more records are written: %s", self._file.name, error)
+            logger.warning("%s: no more records are written: %s", self.path, notices.reason(error))
+            self._lost(notices.reason(error))
             with suppress(OSError):
                 self._file.close()
 

@@ -35,6 +35,7 @@ from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import files
 from pagedkern.autotune.store import profiles as stored
 from pagedkern.autotune.workloads import Model, Traffic
+from pagedkern.environment import notices
 
 BUDGET = 60.0  # seconds, where nobody says
 CONCLUDING = 0.02  # share of the budget that is kept for deciding, storing and showing
@@ -107,6 +108,7 @@ class Run:
     profile: Profile | None = None  # what is known of the machine now
     served: list[Serving] = field(default_factory=list)
     records: Path | None = None  # where the measurements are
+    records_cut: str = ""  # why not all of them are there
 
     @property
     def exit_code(self) -> int:
@@ -271,11 +273,11 @@ def _write_to(path: Path, run: Run, planned: Sequence[Space], logs: Sequence[Log
     code, driver = [records.code_of(space) for space in planned], machine.driver(str(run.device["type"]))
     known = records.Recorded(run.device, _now(), list(planned), list(logs), list(code), run.load, driver)
     try:
-        book = stack.enter_context(records.Journal(path, known))
+        book = stack.enter_context(records.Journal(path, known, lambda why: setattr(run, "records_cut", why)))
         if path.parent == files.runs():
             records.evict(path.parent)
     except OSError as error:
-        logger.warning("%s: no records are written: %s", path, error)
+        logger.warning("%s: no records are written: %s", path, notices.reason(error))
         return
     run.records = book.path
 

@@ -86,15 +86,27 @@ def scratch() -> Path:
     if (found := _scratch.get(os.getpid())) is not None and found.is_dir():
         return found
     try:
-        made = Path(tempfile.mkdtemp(prefix="pagedkern-"))
-    except OSError:  # no folder for temporary files
-        made = Path(tempfile.mkdtemp(prefix="pagedkern-", dir="/dev/shm"))
+        made = _made_safely(None)
+    except OSError:  # no folder for temporary files, or one in which others could put theirs in the place of ours
+        made = _made_safely("/dev/shm")
     if not _scratch:
         import atexit
 
         atexit.register(_remove_scratch)
     _scratch[os.getpid()] = made
     return made
+
+
+def _made_safely(parent: str | None) -> Path:
+    from pagedkern.environment import trusted  # which imports this module
+
+    made = Path(tempfile.mkdtemp(prefix="pagedkern-", dir=parent))
+    try:
+        with trusted.opened(made):
+            return made
+    except OSError:
+        made.rmdir()
+        raise
 
 
 def _remove_scratch() -> None:

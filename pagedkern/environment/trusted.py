@@ -48,6 +48,24 @@ def opened(folder: Path, make: bool = False) -> Iterator[int]:
         os.close(descriptor)
 
 
+def keep_out_others(folder: int, mode: int) -> None:
+    """Let nobody else enter an opened folder, for the sake of what other programs will make in it.
+
+    Raises:
+        Untrusted: others could enter it until now, and it is not empty: they may have written below it.
+        OSError: its mode cannot be set.
+    """
+    if stat.S_IMODE(os.fstat(folder).st_mode) == mode:
+        return
+    listed = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        if os.listdir(listed):
+            raise Untrusted("others could enter it: remove it, or let nobody else enter it")
+        os.fchmod(listed, mode)
+    finally:
+        os.close(listed)
+
+
 def open_file(folder: int, name: str, flags: int) -> int:
     """Open a file of an opened folder, or make it (`os.O_CREAT`); never through a symbolic link. Raises `OSError`."""
     try:

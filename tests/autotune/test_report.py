@@ -77,7 +77,7 @@ def test_the_table_fits_and_says_what_there_is(run: Run, width: int, every: bool
         "Untuned stays, and nothing is stored: in this time the finals had 3 rounds of 5 needed.",
         "1.50x the speed of the untuned choice at block size 16",
         "11 rounds",
-        "Stored (block sizes: 3)",
+        "Stored (3 choices)",
     ):
         assert expected in flat, expected
     assert flat.count("cpu(span=1024), untuned") == 6  # three block sizes of two problems, none cut short

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from pagedkern.autotune import recommend, store
 from pagedkern.autotune.cli import PROG, options
@@ -33,6 +34,12 @@ def run(argv: Sequence[str]) -> int:
     if profiles:
         terminal.show_rates(console.console(), profiles)
     if not stored and not any(state in ("used", "other threads", "stale") for state, _, _ in profiles):
-        for line in ("Nothing of this machine is stored in", f"  {files.directory()}", f"Run {PROG} to change that."):
+        for line in _nothing(files.directory()):
             console.say(console.console(), line)
     return 0
+
+
+def _nothing(folder: Path | None) -> tuple[str, ...]:
+    if folder is None:
+        return ("Nothing can be stored: there is no home. Set PAGEDKERN_CACHE_DIR to a folder.",)
+    return "Nothing of this machine is stored in", f"  {folder}", f"Run {PROG} to change that."

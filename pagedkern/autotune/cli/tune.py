@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
@@ -55,8 +56,8 @@ examples:
   python -m pagedkern.autotune --resume
   python -m pagedkern.autotune show
 
-The budget is wall time for all of it, from laying out the caches and compiling
-the kernels to the last measurement. The usual block size comes first, and what
+The budget is wall time for all of it, from the start of the program to the
+tables: importing torch, laying out the caches, compiling the kernels. The usual block size comes first, and what
 is decided is stored at once. Nothing is begun that is expected to end too
 late, and what takes longer is cut short a second later (--in-process cannot).
 Compiled kernels are kept on disk, so that later runs get further. Every
@@ -67,9 +68,10 @@ exit status:
   0    decided and stored; or the time was too short to prove anything faster,
        but the finals had begun with the untuned choice: that stays in use, the
        report says so, and nothing is stored
-  1    nothing could be decided: the untuned choice never reached the finals,
-       is wrong, or is not there; the process that measures failed, and what
-       was decided before that is stored; or a package is missing
+  1    not everything could be decided: in one of the problems the untuned
+       choice never reached the finals, is wrong, or is not there, or the
+       process that measures failed; what was decided is stored all the same.
+       Or a package is missing
   2    wrong usage, and problems that do not fit the free memory
   3    decided, but it could not be stored
   130  interrupted by Ctrl-C: the best so far was kept; so after SIGTERM (143)
@@ -81,6 +83,7 @@ environment:
 
 
 def run(argv: Sequence[str]) -> int:
+    begun = time.monotonic()  # of the budget: what is imported from here on takes seconds, too
     parser = _parser()
     given = parser.parse_args(argv)
     import_module("rich")
@@ -93,7 +96,7 @@ def run(argv: Sequence[str]) -> int:
             backends=given.backends or None, block_sizes=given.block_sizes, budget=given.budget, seed=given.seed,
             resume=given.resume, records=given.records, exhaustive=given.exhaustive,
             shape={**shape, "dtype": given.dtype, "kv_dtype": given.kv_dtype},
-            batch={"num_seqs": given.seqs, "context": given.context, "prompt": given.prompt},
+            batch={"num_seqs": given.seqs, "context": given.context, "prompt": given.prompt}, begun=begun,
         )  # fmt: skip
     except api.DoesNotFit as error:
         length = "--prompt" if error.problem.kind == "prefill" else "--context"
@@ -112,7 +115,8 @@ def _tune(given: argparse.Namespace, planned: Plan) -> int:
     with ExitStack() as stack:
         tell = None
         if not given.quiet:
-            tell = stack.enter_context(progress.Progress(console.console(error=True), given.budget)).tell
+            bar = progress.Progress(console.console(error=True), given.budget, begun=planned.begun)
+            tell = stack.enter_context(bar).tell
         done = api.measure(planned, tell, make_runner=_here if given.in_process else None)
     for failure in done.failures:
         again = "; run again with --resume to measure the rest" if done.records else ""

@@ -148,7 +148,8 @@ def say(out: Console, text: str, style: str = "") -> None:
     """Print plain text: no markup is read from it, for reasons and paths may hold brackets. A path on a line of its own
     is left whole, to be copied."""
     whole = text.startswith("  /")
-    out.print(text, style=style or None, highlight=False, markup=False, overflow="fold", soft_wrap=whole)
+    overflow: Any = "ignore" if whole else "fold"  # rich cuts what it may neither wrap nor leave too long
+    out.print(text, style=style or None, highlight=False, markup=False, overflow=overflow, soft_wrap=whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,10 @@ class Progress:
     line for each stage. It is drawn between measurements only, by the thread that measures. That nobody can see it, for
     the terminal is gone or the pipe broken, disturbs nothing."""
 
-    def __init__(self, console: Console, budget: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, budget: float, clock: Callable[[], float] = time.monotonic, begun: float | None = None
+    ) -> None:
+        """`begun`: when the budget began, on the clock; None is now."""
         from rich import progress
 
         self._console, self._budget, self._clock = console, budget, clock
@@ -34,7 +37,7 @@ class Progress:
         columns = ("{task.description}", progress.BarColumn(20), "{task.fields[left]}", "{task.fields[best]}")
         self._bar = progress.Progress(*columns, console=console, auto_refresh=False, transient=True)
         self._task = self._bar.add_task("", total=budget, left="", best="")
-        self._begin = clock()
+        self._begin = clock() if begun is None else begun
 
     def __enter__(self) -> Progress:
         if self._draws:

@@ -9,7 +9,7 @@ from pagedkern.autotune.advice import listed
 from pagedkern.autotune.objective import USUAL_BLOCK_SIZE, Score
 from pagedkern.autotune.recommend import Recommendation
 from pagedkern.autotune.report.console import Column, Row, say, show_table
-from pagedkern.autotune.report.formats import digits, time_text
+from pagedkern.autotune.report.formats import bar_text, digits, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,8 @@ def _show_model(console: Console, served: Sequence[Serving]) -> None:
         show_table(console, [Column("workload"), *(Column(name, right=True) for name in names)], rows)
         say(
             console,
-            "Another block size than 16 is taken if it is proven better, beyond the error bars (±) beside that of 16. "
+            "Another block size than 16 is taken if it is proven better, beyond the error bars (±), which are of its "
+            "tokens/s beside those of 16; of block sizes that are alike the longest is shown. "
             "fit: sequences that the memory holds. waste: share of their slots without a token. max_num_seqs and "
             "token_budget: the least for a scheduler that give all but 2 % of the tokens/s.",
         )
@@ -87,11 +88,12 @@ def alike_text(found: Recommendation) -> str:
     if found.within is None or not others:
         return "none" if len(found.scores) > 1 else "no other was measured"
     what = "all" if len(found.alike) == len(found.scores) else listed(others)
-    return f"{what} within {100 * found.within:.1f} %"
+    bar = max(score.error for score in found.scores if score.block_size in found.alike)
+    return f"{what} within {100 * found.within:.1f} %{bar_text(bar)}"
 
 
 def _tokens(found: Recommendation) -> str:
-    return f"{digits(found.tokens_per_second or 0.0)} ±{found.error or 0.0:.1%}"
+    return f"{digits(found.tokens_per_second or 0.0)}{bar_text(found.error)}"
 
 
 def _gigabytes(one: Serving) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pagedkern.autotune.decision import ERROR_RATE, MIN_ROUNDS, compare
 from pagedkern.autotune.report.console import Column, Row, say, show_table
-from pagedkern.autotune.report.formats import digits, time_text
+from pagedkern.autotune.report.formats import bar_text, digits, time_text
 from pagedkern.autotune.report.serving import show_served
 from pagedkern.autotune.runs import Outcome, Run
 from pagedkern.autotune.store import MIN_GAIN, Stored
@@ -81,7 +81,7 @@ def show_rates(console: Console, profiles: list[tuple[str, Path, Profile]]) -> N
     rows = []
     for state, _, profile in profiles:
         fastest = max(profile.rates.speeds.values(), key=lambda speed: speed.kv_bytes_per_second)
-        rate = f"{digits(fastest.kv_bytes_per_second / 1e9)} ±{fastest.kv_error:.1%}"
+        rate = f"{digits(fastest.kv_bytes_per_second / 1e9)}{bar_text(fastest.kv_error)}"
         rows.append(Row([profile.shape.name(), machine.describe(profile.device), rate, profile.when[:10], state]))
     show_table(console, [*columns, Column("when"), Column("state", folds=True)], rows)
     say(
@@ -176,16 +176,24 @@ def _notes(outcome: Outcome, every: bool) -> Iterator[str]:
         yield f"Not decided: the finals had {len(log.finals)} rounds of {MIN_ROUNDS} needed. Take a longer --budget."
     elif verdict.best.candidate == baseline:
         rivals = len({c for times in log.finals for c in times}) - 1
-        yield (
-            f"Untuned stays: in {verdict.gain.rounds} rounds none of {rivals} others was faster by {MIN_GAIN - 1:.0%} "
-            f"with {1 - ERROR_RATE:.0%} confidence."
-        )
+        yield _untuned_stays(verdict.gain.rounds, rivals)
     else:
         yield (
             f"Best: block size {verdict.best.candidate.block_size}, {verdict.best.candidate}: "
             f"{verdict.gain.ratio:.2f}x the speed of the untuned choice at block size {baseline.block_size} "
             f"(at least {verdict.gain.low:.2f}x with {1 - ERROR_RATE:.0%} confidence, {verdict.gain.rounds} rounds)."
         )
+
+
+def _untuned_stays(rounds: int, rivals: int) -> str:
+    if not rivals:
+        return f"Untuned stays: in the finals ({rounds} rounds) it was alone. A longer --budget lets others in."
+    who = "the other" if rivals == 1 else f"none of {rivals} others"
+    was = "was not" if rivals == 1 else "was"
+    return (
+        f"Untuned stays: in {rounds} rounds {who} {was} faster by {MIN_GAIN - 1:.0%} with {1 - ERROR_RATE:.0%} "
+        "confidence."
+    )
 
 
 def _conclusion(run: Run) -> Iterator[str]:
@@ -197,13 +205,15 @@ def _conclusion(run: Run) -> Iterator[str]:
     yield from _one_block_size(run)
     folders = Counter(path.parent for outcome in run.outcomes for path in outcome.stored.values())
     for folder, count in folders.items():
-        yield f'Stored (block sizes: {count}): backend="auto" uses this from now on for models of this shape. Files in'
+        what = "1 choice" if count == 1 else f"{count} choices"
+        yield f'Stored ({what}): backend="auto" uses this from now on for models of this shape. Files in'
         yield f"  {folder}"
     for outcome in run.outcomes:
         if outcome.not_stored:
             yield f"Not stored ({outcome.space.workload.kind}): {outcome.not_stored}"
     if run.records is not None:
-        yield "Every measurement is in (replay, report and export read it)"
+        cut = f"Measurements are in, until no more could be written ({run.records_cut}):"
+        yield cut if run.records_cut else "Every measurement is in (replay, report and export read it)"
         yield f"  {run.records}"
     if machine.is_busy(run.load):
         yield (

@@ -7,7 +7,6 @@ of the package holds what was distilled from `autotune/records/`. This module ke
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
@@ -17,11 +16,10 @@ from typing import Any
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import files
 from pagedkern.autotune.store.machines import same_machine
+from pagedkern.environment import notices
 
 FORMAT = 2
 SHIPPED = Path(__file__).parents[1] / "profiles"
-
-logger = logging.getLogger("pagedkern.autotune")
 
 
 def save_rates(document: Mapping[str, Any], name: str) -> Path:
@@ -113,6 +111,6 @@ def _load(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except files.INVALID as error:
-        logger.warning("%s cannot be used: %s", path, error or type(error).__name__)
+        notices.warn_once(("profile", path), f"{path} cannot be used: {notices.reason(error)}")
         return None
     return document

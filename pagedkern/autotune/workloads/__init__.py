@@ -14,7 +14,7 @@ from pathlib import Path
 from pagedkern.autotune.workloads.files import load_file
 from pagedkern.autotune.workloads.models import Model, causal_pairs, default_model, model, model_names
 from pagedkern.autotune.workloads.traffic import Quantiles, Request, Traffic
-from pagedkern.errors import InvalidArgument
+from pagedkern.errors import InvalidArgument, InvalidType
 
 __all__ = [
     "Model",
@@ -46,6 +46,8 @@ def load(workload: str | Path | Traffic) -> Traffic:
     """
     if isinstance(workload, Traffic):
         return workload
+    if not isinstance(workload, str | Path):
+        raise InvalidType(f"workload: got {type(workload).__name__}, expected a name, a path or a Traffic")
     if str(workload) in ORDER:
         return preset(str(workload))
     path = Path(workload)

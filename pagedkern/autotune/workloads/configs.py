@@ -20,7 +20,11 @@ from pagedkern.errors import InvalidArgument
 MOST_BYTES = 64 << 20  # of a file that is read whole
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")  # where models that see or hear keep it
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+KV_HEADS = (
+    "num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "n_kv_heads", "kv_n_heads",
+    "num_query_groups", "num_attention_groups",
+)  # fmt: skip
+ATTENTION = "attn_config"  # where some families keep what attention alone needs
 HEAD_DIM = ("head_dim", "kv_channels")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -33,6 +37,7 @@ OTHER_STATE = (  # how names begin of what layers have that keep something else
 WINDOW, FULL = "sliding_attention", ("full_attention", "attention", "global")
 STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # dtypes of safetensors
 UNGATED = {"gpt2", "gpt_neox", "gptj", "gpt_bigcode", "falcon", "phi", "starcoder2", "bloom", "mpt", "opt", "codegen"}
+ASK_FOR_WINDOW = ("qwen2", "qwen3")  # how families begin that use a window only if `use_sliding_window` says so
 ALTERNATE = {"gemma2"}  # families whose configuration leaves out that every other layer has the window
 
 
@@ -44,11 +49,13 @@ def read(path: Path) -> dict[str, object]:
     config = whole
     while nested := next((config[key] for key in NESTED if isinstance(config.get(key), dict)), None):
         config = nested
+    if isinstance(own := config.get(ATTENTION), dict):
+        config = {**own, **config}
     _refuse(config, where)
     heads = _count(config, HEADS, where)
     layers = _count(config, LAYERS, where)
     head_dim = _count(config, HEAD_DIM, where, optional=True) or _count(config, HIDDEN, where) // heads
-    window, window_layers = _window(config, layers)
+    window, window_layers = _window(config, layers, where)
     kept = _weights(file.parent, where)
     dtype = _dtype(config, whole) or kept[1] or "float32"
     table: dict[str, object] = {
@@ -124,7 +131,7 @@ def _refuse(config: Mapping[str, Any], where: str) -> None:
     for name in config:
         if str(name).startswith(OTHER_STATE) and config[name] is not None:
             raise _unequal(where, str(name), config)
-    for name in ("block_configs", "cross_attention_layers", "num_kv_shared_layers", "attention_k_eq_v"):
+    for name in ("block_configs", "cross_attention_layers", "num_kv_shared_layers", "attention_k_eq_v", "use_cla"):
         if config.get(name):
             raise _unequal(where, f"{name}={config[name]!s:.40}", config)
     for name, usual in (
@@ -167,10 +174,13 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _window(config: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
+def _window(config: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, int]:
     """The sliding window, and how many layers have it."""
     window = config.get("sliding_window")
-    if type(window) is not int or window < 1 or config.get("use_sliding_window") is False:
+    if window is not None and type(window) is not int:
+        raise InvalidArgument(f"{where}: sliding_window: got {window!r:.40}, expected a whole number or null")
+    used = config.get("use_sliding_window", not str(config.get("model_type")).startswith(ASK_FOR_WINDOW))
+    if window is None or window < 1 or used is False:
         return None, 0
     kinds, pattern, every = _kinds(config)[:layers], config.get("sliding_window_pattern"), 0
     if kinds:

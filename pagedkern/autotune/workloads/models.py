@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pagedkern.autotune.workloads import configs
 from pagedkern.backends.base import ITEMSIZE
-from pagedkern.errors import InvalidArgument
+from pagedkern.errors import InvalidArgument, InvalidType
 
 FILE = Path(__file__).parent / "models.toml"
 FLOATS = ("float32", "float16", "bfloat16")
@@ -127,6 +127,8 @@ def model(spec: str | Path | Model) -> Model:
     """
     if isinstance(spec, Model):
         return spec
+    if not isinstance(spec, str | Path):
+        raise InvalidType(f"model: got {type(spec).__name__}, expected a name, a path or a Model")
     if isinstance(spec, Path) or _is_path(spec):
         return from_table(configs.read(Path(spec)), f"model: {spec}", str(spec))
     if spec in _presets():
@@ -151,7 +153,7 @@ def model(spec: str | Path | Model) -> Model:
 
 def _is_path(text: str) -> bool:
     """Whether a text names a file or folder, perhaps one that there is not, rather than a preset or a shape."""
-    if text in _presets():
+    if text in _presets() or not text.strip():
         return False
     try:
         return Path(text).exists() or text.endswith(".json") or ("/" in text and "," not in text and "=" not in text)

@@ -61,8 +61,24 @@ def compiled(folder: Path, tmp_path: Path, **environment: str | None) -> dict[st
 def test_a_folder_of_ours(tmp_path: Path) -> None:
     found = compiled(tmp_path / "cache", tmp_path)
     assert found["said"] == []
-    assert found["used"] == [str(tmp_path / "cache")] * 2
-    assert any((tmp_path / "cache").rglob("*.cubin"))
+    assert found["used"] == [str(tmp_path / "cache" / "pagedkern")] * 2
+    assert any((tmp_path / "cache" / "pagedkern").rglob("*.cubin"))
+
+
+def test_a_folder_that_nobody_else_can_enter(tmp_path: Path) -> None:
+    """Triton makes folders by the umask, below which others could put their code in the place of ours."""
+    before = os.umask(0)
+    try:
+        found = compiled(tmp_path / "cache", tmp_path)
+    finally:
+        os.umask(before)
+    own = tmp_path / "cache" / "pagedkern"
+    assert found["said"] == []
+    assert any(path.is_dir() and path.stat().st_mode & 0o002 for path in own.iterdir())  # else nothing is tested
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o755)  # until now others could have entered
+    [said] = compiled(tmp_path / "cache", tmp_path)["said"]  # type: ignore[misc]
+    assert f"neither loaded from {own} nor kept there: others could enter it" in said
 
 
 @pytest.mark.parametrize("what", ["shared", "file", "full", "no home"])
@@ -82,7 +98,7 @@ def test_a_folder_that_cannot_be_used(what: str, tmp_path: Path) -> None:
         folder = Path("~/.triton/cache")
     found = compiled(folder, tmp_path, **environment)
     [said] = found["said"]  # type: ignore[misc]
-    assert f"kernels of Triton are neither loaded from {folder} nor kept there" in said
+    assert f"kernels of Triton are neither loaded from {folder}/pagedkern nor kept there" in said
     last = Path(found["used"][-1])  # type: ignore[index]
     assert last.parts[-2].startswith("pagedkern-")
     assert not last.exists()
