@@ -330,6 +330,7 @@ def apply() -> None:
     for name in OF_BLOCK:
         setattr(cuda, name, _block_barrier(name))
     cuda.activemask = lambda: 0xFFFFFFFF
+    cuda.fma = lambda x, y, z: _float32(float(x) * float(y) + float(z))  # the product of two float32 is exact
     extending.intrinsic = _intrinsic
     for name, cast in CASTS.items():
         getattr(types, name).simulated_cast = cast
