@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pagedkern.allocator.arguments import MAX_TOKENS, PRIORITIES, integer
 from pagedkern.allocator.undo import UndoLog
 from pagedkern.errors import InvalidArgument, InvalidType
-
-if TYPE_CHECKING:
-    from pagedkern.allocator.ranks import Ranks
 
 
 class Retention(NamedTuple):
@@ -66,7 +63,7 @@ class Lease:
         self.priority = priority
         self.seconds = seconds
         self.until: float | None = None  # None: its sequence lives
-        self.blocks: set[tuple[Ranks, int]] = set()  # cached blocks that have it, of both memories
+        self.blocks: set[tuple[object, int]] = set()  # cached blocks that have it, each with the ranks of its memory
 
 
 def leases(retention: Iterable[Retention]) -> tuple[Lease | None, ...]:
