@@ -15,8 +15,10 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from pagedkern.environment import trusted
+from pagedkern.environment.trusted import MODE
+
 VARIABLE = "PAGEDKERN_CACHE_DIR"
-MODE = 0o755  # of folders that are made; others must not write, or nothing would be loaded from there
 
 
 def cache_folder() -> Path | None:
@@ -98,8 +100,6 @@ def scratch() -> Path:
 
 
 def _made_safely(parent: str | None) -> Path:
-    from pagedkern.environment import trusted  # which imports this module
-
     made = Path(tempfile.mkdtemp(prefix="pagedkern-", dir=parent))
     try:
         with trusted.opened(made):

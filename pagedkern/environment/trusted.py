@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pagedkern.environment.folders import MODE
-
+MODE = 0o755  # of folders that are made; others must not write, or nothing would be loaded from there
 MOST_LINKS = 40  # symbolic links in a path, as the system counts them
 FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", 0)  # O_PATH: to enter it is enough
 FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe that somebody put there does not keep us waiting
