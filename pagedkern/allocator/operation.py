@@ -32,7 +32,7 @@ BUSY = "another operation of this allocator is running; what it calls may not ca
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_SETTLED = frozenset((list, tuple, array, int, str, bytes, type(None), Sequence, Plan, Step))
+_SETTLED = frozenset((list, tuple, array, int, bool, str, bytes, type(None), Sequence, Plan, Step))
 """Types of arguments that run no code of the caller's when they are iterated over, or that are not iterated over."""
 
 
@@ -56,8 +56,10 @@ def operation(
             if type(arg) not in _SETTLED:
                 args = tuple(map(settled, args))  # type: ignore[assignment]
                 break
-        if kwargs:
-            kwargs = {key: settled(value) for key, value in kwargs.items()}  # type: ignore[assignment]
+        for value in kwargs.values():
+            if type(value) not in _SETTLED:
+                kwargs = {key: settled(value) for key, value in kwargs.items()}  # type: ignore[assignment]
+                break
         log = self._log
         if log is not None:  # the log calls this again, with itself out of the way
             return log.run(run, self, args, kwargs)
