@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import resource
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -199,3 +200,22 @@ def test_a_window_that_has_to_be_asked_for(family: str, tmp_path: Path) -> None:
 def test_a_window_that_is_none(window: object, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"sliding_window: got .*, expected a whole number or null"):
         workloads.model(folder(tmp_path / "model", sliding_window=window))
+
+
+NO_LIBRARY = """
+import sys
+sys.modules["filelock"] = sys.modules["platformdirs"] = None
+from pathlib import Path
+from pagedkern.autotune.store import files
+with files.locked(Path(sys.argv[1])) as alone:
+    files.replace(Path(sys.argv[1]) / "a.json", {"format": 1}, alone)
+assert alone
+print(files.load(Path(sys.argv[1]) / "a.json", 1))
+"""
+
+
+def test_no_lock_of_another_library(tmp_path: Path) -> None:
+    """Of those some versions cannot tell a file system without locks."""
+    command = [sys.executable, "-c", NO_LIBRARY, str(tmp_path / "folder")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "{'format': 1}"
