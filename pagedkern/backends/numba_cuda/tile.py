@@ -127,8 +127,26 @@ def tile_steps(c: Constants) -> Steps:
     KEYS = max(1, min(4, M * N // (ROWS * T)))
     KEY_THREADS = N // KEYS
     CHUNK = 4 if c.kv_dtype == "float32" else 8  # elements of a row at a time
+    SLICE = 64 if c.q_dtype == "float32" else D  # elements of D whose products are summed in registers
     SCORES, K_SIZE = ROWS * KEYS, KEYS * CHUNK
     load_chunk = loading(c.kv_dtype, CHUNK)
+
+    @inlined
+    def multiply(sums, x, k, q_tile, k_tile, first_row, first_key, begin, end):
+        """sums = products of elements begin .. end-1 of ROWS rows and KEYS keys. x, k: room for CHUNK of each."""
+        for m in range(SCORES):
+            sums[m] = 0.0
+        for d in range(begin, end, CHUNK):
+            for n in range(KEYS):
+                load_chunk(k, n * CHUNK, k_tile, (first_key + n * KEY_THREADS) * K_STRIDE + d)
+            for r in range(ROWS):
+                for e in range(0, CHUNK, 4):
+                    load_vector(x, e, q_tile, (first_row + r) * Q_STRIDE + d + e, 4)
+                for n in range(KEYS):
+                    part, at = float32(0.0), n * CHUNK  # its roundings are small beside those of the whole sum
+                    for e in range(CHUNK):
+                        part += x[e] * k[at + e]
+                    sums[r * KEYS + n] += part
 
     @inlined
     def score(p, q_tile, k_tile, rows):
@@ -136,31 +154,28 @@ def tile_steps(c: Constants) -> Steps:
 
         Each thread computes ROWS x KEYS products in registers, CHUNK elements of D at a time. Its keys are KEY_THREADS
         apart, so that neighbouring threads read neighbouring rows of the tile, whose stride spreads them over the banks
-        of shared memory; the query is the same for all of them.
+        of shared memory; the query is the same for all of them. Sums of SLICE elements are added up in p, which costs
+        no registers: in float32, sums of sums of sums err little, however long the sum.
         """
         sums = cuda.local.array(SCORES, float32)
         x = cuda.local.array(CHUNK, float32)
         k = cuda.local.array(K_SIZE, float32)
         for i in range(cuda.threadIdx.x, (rows + ROWS - 1) // ROWS * KEY_THREADS, T):
             first_row, first_key = i // KEY_THREADS * ROWS, i % KEY_THREADS
-            for m in range(SCORES):
-                sums[m] = 0.0
-            for d in range(0, D, CHUNK):
-                for n in range(KEYS):
-                    load_chunk(k, n * CHUNK, k_tile, (first_key + n * KEY_THREADS) * K_STRIDE + d)
-                for r in range(ROWS):
-                    for e in range(0, CHUNK, 4):
-                        load_vector(x, e, q_tile, (first_row + r) * Q_STRIDE + d + e, 4)
-                    for n in range(KEYS):
-                        part, at = float32(0.0), n * CHUNK  # its roundings are small beside those of the whole sum
-                        for e in range(CHUNK):
-                            part += x[e] * k[at + e]
-                        sums[r * KEYS + n] += part
+            multiply(sums, x, k, q_tile, k_tile, first_row, first_key, 0, min(SLICE, D))
             for r in range(ROWS):
                 for n in range(KEYS):
                     p[(first_row + r) * P_STRIDE + first_key + n * KEY_THREADS] = sums[r * KEYS + n]
+            if SLICE < D:
+                for begin in range(SLICE, D, SLICE):
+                    multiply(sums, x, k, q_tile, k_tile, first_row, first_key, begin, min(begin + SLICE, D))
+                    for r in range(ROWS):
+                        for n in range(KEYS):
+                            p[(first_row + r) * P_STRIDE + first_key + n * KEY_THREADS] += sums[r * KEYS + n]
 
     # -- Softmax ------------------------------------------------------------------------------------------------------
+    SCALED_LATE = c.q_dtype == "float32" and not SOFTCAP and not ALIBI
+
     @inlined
     def soften(
         p, rows, top, total, decay, start, end, position, first_row, scale, softcap, window, slopes, kv_head, ragged
@@ -189,7 +204,8 @@ def tile_steps(c: Constants) -> Steps:
                     s = softcap * math.tanh(s / softcap)
                 if ALIBI:
                     s += slope * float32(start + n - here)
-                p[row * P_STRIDE + n] = s
+                if not SCALED_LATE:
+                    p[row * P_STRIDE + n] = s
                 if seen_from <= start + n and start + n < seen_to and s > best:
                     best = s
             best = max(best, cuda.shfl_xor_sync(ALL, best, 4))
@@ -202,7 +218,11 @@ def tile_steps(c: Constants) -> Steps:
             for n in range(lane, N, LANES):
                 weight = float32(-1.0) if ragged else float32(0.0)
                 if seen_from <= start + n and start + n < seen_to:
-                    weight = math.exp(p[row * P_STRIDE + n] - shift)
+                    s = p[row * P_STRIDE + n]
+                    above = s - shift
+                    if SCALED_LATE:  # not rounded before the difference is taken, unless the product overflows
+                        above = cuda.fma(s, scale, -shift) if abs(s * scale) < INF else s * scale - shift
+                    weight = math.exp(above)
                     weights += weight
                 p[row * P_STRIDE + n] = weight
             weights += cuda.shfl_xor_sync(ALL, weights, 4)
