@@ -16,8 +16,8 @@ address that is not aligned. Shared and local memory begin as garbage, and an in
 `options.order` runs the threads of a block, and the blocks of a grid, in another order: results must not change.
 
 Arithmetic: floats are Python's, in float64, and rounded to float32 where they are stored into a shared or global array.
-`options.single_precision` computes in NumPy's float32 scalars instead, as a GPU does, but slower; a fused multiply-add
-is two rounded operations there.
+`options.single_precision` computes in NumPy's float32 scalars instead, as a GPU does, but slower. A product and a sum
+that a GPU would fuse are rounded twice there; `cuda.fma` rounds once.
 """
 
 from __future__ import annotations
