@@ -139,7 +139,7 @@ def test_memory_too_small_for_the_workload(document: dict[str, Any]) -> None:
     found = recommend("long-context", MEMORY, model=FLOAT32)
     assert (found.block_size, found.tier) == (16, "default")
     assert "does not fit" in found.reason
-    with pytest.raises(InvalidArgument, match="accepted is at least 2,097,152, one block"):
+    with pytest.raises(InvalidArgument, match="expected at least 2,097,152, one block"):
         recommend("chat", 1000)
 
 

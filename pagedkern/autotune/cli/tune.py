@@ -57,9 +57,10 @@ examples:
   python -m pagedkern.autotune show
 
 The budget is wall time for all of it, from the start of the program to the
-tables: importing torch, laying out the caches, compiling the kernels. The usual block size comes first, and what
-is decided is stored at once. Nothing is begun that is expected to end too
-late, and what takes longer is cut short a second later (--in-process cannot).
+tables: importing torch, laying out the caches, compiling the kernels. The usual
+block size comes first, and what is decided is stored at once. Nothing is begun
+that is expected to end too late, and what takes longer is cut short a second
+later (--in-process cannot).
 Compiled kernels are kept on disk, so that later runs get further. Every
 measurement is written down as it is made: --resume goes on with a run that was
 ended or killed, or that had too little time.
