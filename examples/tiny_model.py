@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 # With a paged cache.
 
 
-def paged(cache: KVCache, inputs: StepInputs, *, sliding_window: int | None = None) -> Attend:
+def paged(cache: KVCache, inputs: StepInputs[Any], *, sliding_window: int | None = None) -> Attend:
     """Attention of one step through the block table. Its new keys and values are written first."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import random
 from array import array
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -176,7 +177,7 @@ LONG = ("slot_mapping", "token_ids", "positions", "logits_rows")  # int64, wheth
 SHORT = ("block_table", "seq_lens", "cu_seqlens_q")  # int32
 
 
-def check_inputs(inputs: StepInputs, batch: Batch) -> None:
+def check_inputs(inputs: StepInputs[Any], batch: Batch) -> None:
     """Everything that a batch says, as tensors of the right dtype."""
     for name in (*LONG, *SHORT):
         array = getattr(inputs, name)

@@ -112,19 +112,22 @@ def token_ids(name: str, tokens: Tokens) -> array[int]:
 
 
 def tenant(salt: object) -> Salt:
-    """The salt as a plain value, if it can be one. No bools, no floats: Python takes some for equal to ints."""
-    if salt is None or type(salt) is str:
-        return salt
-    if isinstance(salt, str):
-        return str.__str__(salt)
-    if isinstance(salt, bytes):
-        return bytes(memoryview(salt))
-    if isinstance(salt, int) and not isinstance(salt, bool):
-        number = int.__index__(salt)
+    """The salt as a plain value, if it can be one."""
+    return salt if salt is None or type(salt) is str else label("salt", salt, "a str, bytes, an int or None")
+
+
+def label(name: str, value: object, expected: str) -> str | bytes | int:
+    """A salt or digest as a plain value. No bools, no floats: Python takes some for equal to ints."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bytes):
+        return bytes(memoryview(value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = int.__index__(value)
         if number.bit_length() > 4096:  # Python does not turn much longer ones into text, for logs and digests
-            raise InvalidArgument(f"salt: got an int of {number.bit_length()} bits, accepted are at most 4096")
+            raise InvalidArgument(f"{name}: got an int of {number.bit_length()} bits, expected at most 4096")
         return number
-    raise InvalidType(f"salt: got {type(salt).__name__}, a str, bytes, an int or None is accepted")
+    raise InvalidType(f"{name}: got {type(value).__name__}, expected {expected}")
 
 
 def single_ids(tokens: object, count: int) -> array[int] | None:

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from pagedkern.allocator.arguments import integer
-from pagedkern.errors import InvalidArgument, InvalidType
+from pagedkern.allocator.arguments import integer, label
+from pagedkern.errors import InvalidType
 
 Digest: TypeAlias = str | bytes | int
 Keys: TypeAlias = "list[tuple[int, int, Digest]] | tuple[tuple[int, int, Digest], ...]"
@@ -34,22 +34,14 @@ def read(keys: object, length: int) -> tuple[Span, ...]:
         if not isinstance(key, (list, tuple)) or len(key) != 3:
             raise InvalidType(f"keys[{i}]: got {str(key)[:60]}, expected (start, end, digest)")
         start = integer(f"keys[{i}], start", key[0], spans[-1].end if spans else 0, length - 1)
-        spans.append(Span(start, integer(f"keys[{i}], end", key[1], start + 1, length), _digest(i, key[2])))
+        spans.append(
+            Span(
+                start,
+                integer(f"keys[{i}], end", key[1], start + 1, length),
+                label(f"keys[{i}], digest", key[2], "a str, bytes or an int"),
+            )
+        )
     return tuple(spans)
-
-
-def _digest(i: int, value: object) -> Digest:
-    """The digest as a plain value of one of three types. No bools, no floats: Python takes some for equal to ints."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, bytes):
-        return bytes(memoryview(value))
-    if isinstance(value, int) and not isinstance(value, bool):
-        number = int.__index__(value)
-        if number.bit_length() > 4096:
-            raise InvalidArgument(f"keys[{i}], digest: got an int of {number.bit_length()} bits, expected at most 4096")
-        return number
-    raise InvalidType(f"keys[{i}], digest: got {type(value).__name__}, expected a str, bytes or an int")
 
 
 def cut(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,20 @@ class PlannedStep(Plan, Protocol):
     def slot_mapping(self) -> Any: ...  # int64 [T]
 
 
-class StepInputs(NamedTuple):
+class PlannedBatch(PlannedStep, Protocol):
+    """A `Batch` of the scheduler."""
+
+    @property
+    def token_ids(self) -> Any: ...  # int64 [T]
+    @property
+    def logits_rows(self) -> Any: ...  # int64
+
+
+Known = TypeVar("Known")
+"""What only a batch knows: a tensor, or None of a `Step`."""
+
+
+class StepInputs(NamedTuple, Generic[Known]):
     """A step's arrays on the device of the cache: what `paged_attention` and `write_kv` take, by the names that they
     have there, and what the model takes."""
 
@@ -39,12 +52,12 @@ class StepInputs(NamedTuple):
     cu_seqlens_q: Tensor  # int32 [S+1]
     max_seqlen_q: int  # most query tokens of one sequence
     slot_mapping: Tensor  # int64 [T]
-    token_ids: Any  # Tensor, int64 [T], the model's input; None of a `Step`, which does not know them
+    token_ids: Known  # int64 [T], the model's input; None of a `Step`, which does not know them
     positions: Tensor  # int64 [T], of each token in its sequence; 0 where seq_lens leave no room for one
-    logits_rows: Any  # Tensor, int64: the tokens whose logits give the next ones, one for each output; None of a `Step`
+    logits_rows: Known  # int64: the tokens whose logits give the next ones, one for each output; None of a `Step`
 
 
-def step_inputs(step: PlannedStep, device: torch.device) -> StepInputs:
+def step_inputs(step: PlannedStep, device: torch.device) -> StepInputs[Any]:
     """On a CPU over the step's own buffers, else copied."""
     try:
         slots = host_tensor("step: slot_mapping", step.slot_mapping, torch.int64)

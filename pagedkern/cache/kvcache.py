@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from pagedkern import _arguments as check
 from pagedkern._arguments import ArrayLike
 from pagedkern.backends.forked import safe_after_fork
-from pagedkern.cache.inputs import PlannedStep, StepInputs, step_inputs, upload
+from pagedkern.cache.inputs import PlannedBatch, PlannedStep, StepInputs, step_inputs, upload
 from pagedkern.cache.moves import CPU, Move, Plan, host_tensor, moves_of, same_blocks
 from pagedkern.cache.queues import IN, OUT, Immediate, Streams
 from pagedkern.cache.transfers import Transfers
@@ -262,8 +263,12 @@ class KVCache:
         else:
             self._transfers.transfer(IN, work, [~s for s in src], dst)
 
+    @overload
+    def inputs(self, step: PlannedBatch) -> StepInputs[Tensor]: ...
+    @overload
+    def inputs(self, step: PlannedStep) -> StepInputs[Any]: ...
     @safe_after_fork
-    def inputs(self, step: PlannedStep) -> StepInputs:
+    def inputs(self, step: PlannedStep) -> StepInputs[Any]:
         """What the model and the operations need to know of a step, as tensors: on a CPU over the step's own buffers,
         else copied.
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from pagedkern import BlockAllocator, KVCache, paged_attention, write_kv
 from pagedkern.cache import StepInputs
+from pagedkern.cache.inputs import PlannedStep
 from pagedkern.errors import InvalidArgument, Unsupported
 from pagedkern.integrations.transformers.layer import NAME, PagedLayer, Scores
 
@@ -22,7 +23,7 @@ class Forward:
     or one batch of the scheduler. S sequences, T tokens.
     """
 
-    inputs: StepInputs
+    inputs: StepInputs[Any]
 
     def __init__(self, shape: tuple[int, int], step: Any, tokens: Tensor | None) -> None:
         self.shape = shape  # batch, Q
@@ -32,7 +33,8 @@ class Forward:
 
     def upload(self, kv: KVCache) -> None:
         """Put what the kernels read on the device of the cache; on a CPU the tensors are the step's own buffers."""
-        self.inputs = kv.inputs(self.step)
+        step: PlannedStep = self.step
+        self.inputs = kv.inputs(step)
         self.tokens = None if self.tokens is None else self.tokens.to(kv.device)
 
     def pack(self, x: Tensor) -> Tensor:
