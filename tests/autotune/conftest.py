@@ -38,5 +38,5 @@ def add_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
 def _forget() -> None:
     store.reload()
     store._warned.clear()
-    for cached in (device.code, device.kernel_hash, registry.load, registry.probe):
+    for cached in (device.code, device.kernel_hash, device._cpu, registry.load, registry.probe):
         cached.cache_clear()

@@ -101,8 +101,9 @@ def found(folder: Path, pattern: str) -> list[Path]:
 def replace(path: Path, document: Mapping[str, object], alone: bool) -> None:
     """Put a file in place in one step. `alone`: nobody else writes, so any temporary file found is a dead writer's."""
     for left in path.parent.glob(f".{path.name}.*"):
-        if alone or time.time() - left.stat().st_mtime > LEFT_OVER_SECONDS:
-            left.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another writer has just put it in place, or taken it away
+            if alone or time.time() - left.stat().st_mtime > LEFT_OVER_SECONDS:
+                left.unlink()
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
     try:
         _write(path, text)
