@@ -12,9 +12,9 @@ of a batch that only decodes.
 """
 
 from pagedkern.allocator.allocator import BlockAllocator
+from pagedkern.allocator.buffers import Copies
 from pagedkern.allocator.events import BlockEvent
+from pagedkern.allocator.handles import Plan, Sequence, Step, Verdict
 from pagedkern.allocator.retention import Retention
-from pagedkern.allocator.sequence import Sequence
-from pagedkern.allocator.step import Copies, Plan, Step, Verdict
 
 __all__ = ["BlockAllocator", "BlockEvent", "Copies", "Plan", "Retention", "Sequence", "Step", "Verdict"]

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
-from threading import get_ident
 from time import monotonic
 from typing import Any, TextIO
 
@@ -23,20 +22,20 @@ from pagedkern.allocator.arguments import (
     tenant,
     token_ids,
 )
+from pagedkern.allocator.atomic import Atomic, operation, transaction
 from pagedkern.allocator.cohort import Cohort
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.events import LIMIT
 from pagedkern.allocator.facts import Facts
-from pagedkern.allocator.operation import OperationLog, look_again, operation, transaction
+from pagedkern.allocator.handles import Phase, Plan, Sequence, State, Step, Verdict
+from pagedkern.allocator.log import OperationLog
 from pagedkern.allocator.retention import Retention
 from pagedkern.allocator.retention import read as read_retention
-from pagedkern.allocator.sequence import Sequence, State
 from pagedkern.allocator.spans import Keys
-from pagedkern.allocator.step import Origin, Phase, Plan, Step, Verdict
-from pagedkern.errors import AuditError, InvalidArgument, InvalidType, WrongThread
+from pagedkern.errors import AuditError, InvalidArgument, InvalidType
 
 
-class BlockAllocator(Facts):
+class BlockAllocator(Atomic, Facts):
     """Which blocks of a paged KV cache belong to which sequence. It moves no memory: it says what to move and where
     to write.
 
@@ -100,10 +99,8 @@ class BlockAllocator(Facts):
             raise InvalidArgument(f"watermark: got {watermark}, a number from 0 to below 1 is accepted")
         if not callable(clock):
             raise InvalidType(f"clock: got {clock!r}, expected a function that gives seconds")
-        self._core = Core(self, num_blocks, num_host_blocks, block_size, prefix_caching, clock)
+        super().__init__(Core(num_blocks, num_host_blocks, block_size, prefix_caching, clock))
         self._reserve = int(watermark * num_blocks)
-        self._thread: int | None = None
-        self._log: OperationLog | None = None
 
     @property
     def watermark_blocks(self) -> int:
@@ -359,8 +356,8 @@ class BlockAllocator(Facts):
     def _flying(self, plan: object) -> Plan:
         if not isinstance(plan, Plan):
             raise InvalidType(f"plan: got {type(plan).__name__}, a Step or Plan is accepted")
-        if plan._owner is not self:
-            if plan._owner is None or isinstance(plan._owner, Origin):
+        if plan._owner is not self._core.origin:
+            if plan._owner is None or plan._owner.is_copy:
                 raise InvalidArgument(f"plan: {plan.id} is a copy, which belongs to no allocator")
             raise InvalidArgument(f"plan: {plan.id} was made by another allocator")
         if plan._phase is not Phase.IN_FLIGHT:
@@ -441,29 +438,6 @@ class BlockAllocator(Facts):
         later on, the log ends with a `RuntimeWarning`. Slow: for finding faults.
         """
         self._log = None if file is None else OperationLog(file, self.snapshot(), self._core.deadlines.reading)
-
-    # Care.
-
-    def adopt(self) -> None:
-        """Make the calling thread the owner. The thread that owned the allocator must not be using it."""
-        self._thread = get_ident()
-
-    def check_thread(self) -> None:
-        """Raise `WrongThread` unless the calling thread owns the allocator. The first that asks becomes its owner."""
-        thread = get_ident()
-        if self._thread is None:
-            self._thread = thread
-        elif self._thread != thread:
-            raise WrongThread(
-                f"this allocator belongs to thread {self._thread}, thread {thread} called it: "
-                "call adopt() in the thread that takes it over"
-            )
-
-    def _idle(self, name: str) -> None:
-        """Refuse a call from another thread, or from within an operation."""
-        self.check_thread()
-        if self._core.busy:
-            look_again(self._core, name)
 
     def _prompt(self, tokens: int | Tokens) -> tuple[array[int], int, bool]:
         """The ids worth keeping, the length of the prompt, whether it takes part in the prefix cache."""

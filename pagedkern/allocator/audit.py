@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from pagedkern.allocator import audit_cache
-from pagedkern.allocator.core import RUNNING
-from pagedkern.allocator.sequence import Sequence, State
-from pagedkern.allocator.step import Step
+from pagedkern.allocator.core import RUNNING, Core
+from pagedkern.allocator.handles import Sequence, State, Step
+from pagedkern.allocator.pool import BlockPool
 from pagedkern.errors import AuditError
-
-if TYPE_CHECKING:
-    from pagedkern.allocator.cohort import Cohort
-    from pagedkern.allocator.core import Core
-    from pagedkern.allocator.pool import BlockPool
 
 
 def check(core: Core) -> None:
@@ -22,7 +16,7 @@ def check(core: Core) -> None:
     _expect(core.busy != RUNNING, "an operation is running, or its end was broken off twice")
     _expect(core.in_transaction or not core.undo, f"{len(core.undo)} entries left in the undo log")
     for cohort in core.cohorts.values():
-        _check_cohort(cohort)
+        cohort.check(_expect)
     for seq in core.live.values():
         _check_sequence(core, seq)
     _check_plans(core)
@@ -89,7 +83,7 @@ def _check_moves(core: Core) -> None:
             _expect(pool.peer.twins.get(other) == b, f"{pool.name} block {b}: its twin {other} has another")
             _expect(pool.refs[b] > 0 and pool.peer.refs[other] > 0, f"{pool.name} block {b}: twins that nobody owns")
         for b, plan in pool.arriving.items():
-            _expect(plan.id in core.in_flight, f"{pool.name} block {b}: waits for a plan that is not in flight")
+            _expect(plan in core.in_flight, f"{pool.name} block {b}: waits for a plan that is not in flight")
     for b in core.pool.incoming:
         _expect(core.pool.refs[b] > 0, f"device block {b}: contents expected, but nobody owns it")
         _expect(core.prefix.keys[b] is None, f"device block {b}: cached before its contents have come")
@@ -116,7 +110,7 @@ def _check_pool(pool: BlockPool, owners: list[int], fences: Counter[int]) -> Non
 
 def _check_sequence(core: Core, seq: Sequence) -> None:
     name, size, blocks = f"sequence {seq.id}", core.block_size, seq._blocks
-    _expect(seq._owner is core.owner and seq._state is not State.FREED, f"{name}: listed as live, but {seq.state}")
+    _expect(seq._owner is core.origin and seq._state is not State.FREED, f"{name}: listed as live, but {seq.state}")
     passed = blocks.count(-1)
     _expect(blocks[:passed].count(-1) == passed, f"{name}: a block is lacking in the middle of its table")
     _expect(len(set(blocks[passed:])) == len(blocks) - passed, f"{name}: a block stands twice in its table")
@@ -146,30 +140,12 @@ def _check_private(core: Core, seq: Sequence) -> None:
         _expect(b not in twins, f"sequence {seq.id}: block {b} may be written, but has a twin")
 
 
-def _check_cohort(cohort: Cohort) -> None:
-    _expect(cohort.active, "a cohort that has ended is listed as active")
-    _expect(cohort._committed + len(cohort._pending) == cohort._issued, "a cohort has lost a step")
-    table, slots = cohort._table, cohort._slots
-    size = cohort._core.block_size
-    for row, seq in enumerate(cohort.seqs):
-        name = f"row {row} of a cohort, sequence {seq.id}"
-        length = cohort.length(row)
-        _expect(seq._cohort is cohort and seq._row == row, f"{name}: is not in this cohort")
-        _expect(len(seq._blocks) == -(-length // size), f"{name}: {len(seq._blocks)} blocks for {length} tokens")
-        entries = table.entries[row * table.width : (row + 1) * table.width]
-        _expect(entries[: len(seq._blocks)].tolist() == seq._blocks, f"{name}: the block table is not up to date")
-        _expect(set(entries[len(seq._blocks) :]) <= {-1}, f"{name}: garbage in the block table")
-        last = seq._blocks[-1]
-        _expect(slots[row] == last * size + (length - 1) % size, f"{name}: slot {slots[row]} is not in block {last}")
-        _expect(not length % size or cohort._core.pool.refs[last] == 1, f"{name}: its last block {last} is shared")
-
-
 def _check_plans(core: Core) -> None:
     for plan in core.in_flight.values():
         _expect(plan.state == "in flight", f"plan {plan.id}: listed as in flight, but {plan.state}")
         cohort = plan._cohort if isinstance(plan, Step) else None
         if cohort is not None:
-            _expect(cohort.active and plan in cohort._pending, f"plan {plan.id}: its cohort does not know it")
+            _expect(cohort.active and cohort.has(plan), f"plan {plan.id}: its cohort does not know it")
         _expect((plan._rows is None) == (cohort is not None), f"plan {plan.id}: nobody accounts for it")
         for row in plan._rows or ():
             if row.seq._state is not State.FREED:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
-
 from pagedkern.allocator import spans
+from pagedkern.allocator.core import Core
+from pagedkern.allocator.handles import Expect, Sequence, State
+from pagedkern.allocator.pool import BlockPool
 from pagedkern.allocator.run import Run
-from pagedkern.allocator.sequence import Sequence, State
 
-if TYPE_CHECKING:
-    from pagedkern.allocator.core import Core
-    from pagedkern.allocator.pool import BlockPool
-
-Expect: TypeAlias = Callable[[bool, str], None]
 _LAST = 1 << 62
 """Behind all places in an order of eviction."""
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pagedkern.allocator import spans
 from pagedkern.allocator.core import Core
-from pagedkern.allocator.prefix import Fill
-from pagedkern.allocator.sequence import Sequence, State
+from pagedkern.allocator.handles import Fill, Sequence, State
 
 
 def fill(core: Core, fills: list[Fill]) -> None:

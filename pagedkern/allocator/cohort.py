@@ -13,21 +13,18 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import deque
+from collections.abc import Sequence as List
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from pagedkern.allocator import caching
 from pagedkern.allocator.arguments import MAX_TOKENS
-from pagedkern.allocator.prefix import Fill
-from pagedkern.allocator.step import Phase, Row, Step, Table, make_table
+from pagedkern.allocator.buffers import Table
+from pagedkern.allocator.core import Core
+from pagedkern.allocator.handles import Expect, Fill, Lockstep, Phase, Plan, Row, Sequence, Step
 from pagedkern.errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from pagedkern.allocator.core import Core
-    from pagedkern.allocator.sequence import Sequence
 
-
-class Cohort:
+class Cohort(Lockstep):
     """A batch whose sequences all grow by one token a step, each with a last block of its own."""
 
     __slots__ = (
@@ -109,7 +106,7 @@ class Cohort:
             raise InvalidArgument(f"seqs: {_too_long(self)}, accepted are at most 2^31-1 tokens")
         entering = self._calendar.get(number % size, ())
         fresh = core.pool.take(len(entering)) if entering else ()
-        step = Step(core.owner, core.last_plan + 1, self.members)
+        step = Step(core.origin, core.last_plan + 1, self.members)
         table = self._table
         if self._longest + number + 1 > table.width * size:
             table, _, _ = make_table(self.members, None, 2 * table.width)
@@ -204,6 +201,27 @@ class Cohort:
                 seq._registered = seq._computed // self._core.block_size
                 seq._private = max(seq._private, seq._registered)
 
+    def has(self, step: Plan) -> bool:
+        return step in self._pending
+
+    def check(self, expect: Expect) -> None:
+        """Raise if its records, the table and the slots do not fit its sequences. O(their blocks)."""
+        expect(self.active, "a cohort that has ended is listed as active")
+        expect(self._committed + len(self._pending) == self._issued, "a cohort has lost a step")
+        table, slots = self._table, self._slots
+        size = self._core.block_size
+        for row, seq in enumerate(self.seqs):
+            name = f"row {row} of a cohort, sequence {seq.id}"
+            length = self.length(row)
+            expect(seq._cohort is self and seq._row == row, f"{name}: is not in this cohort")
+            expect(len(seq._blocks) == -(-length // size), f"{name}: {len(seq._blocks)} blocks for {length} tokens")
+            entries = table.entries[row * table.width : (row + 1) * table.width]
+            expect(entries[: len(seq._blocks)].tolist() == seq._blocks, f"{name}: the block table is not up to date")
+            expect(set(entries[len(seq._blocks) :]) <= {-1}, f"{name}: garbage in the block table")
+            last = seq._blocks[-1]
+            expect(slots[row] == last * size + (length - 1) % size, f"{name}: slot {slots[row]} is not in block {last}")
+            expect(not length % size or self._core.pool.refs[last] == 1, f"{name}: its last block {last} is shared")
+
 
 def _too_long(cohort: Cohort) -> str:
     seq = next(s for row, s in enumerate(cohort.seqs) if cohort.length(row) >= MAX_TOKENS)
@@ -219,3 +237,28 @@ def _add_one(lanes: array[int], nbytes: int, ones: int) -> bytes:
 def _ones(bits: int, lanes: int) -> int:
     """A 1 in each lane."""
     return ((1 << bits * lanes) - 1) // ((1 << bits) - 1)
+
+
+def make_table(seqs: List[Sequence], last: Table | None, headroom: int) -> tuple[Table, list[int], int | None]:
+    """The table of a batch that grows, the rows that differ from the last one, and the step that used that.
+
+    `headroom`, a power of two, rounds the width up. O(rows) when the batch keeps its size, plus O(blocks) for each
+    row that changed.
+    """
+    need = max([len(s._blocks) for s in seqs], default=0)
+    if last is not None and seqs and len(last.seqs) == len(seqs) and need <= last.width:
+        width, entries, base = last.width, last.entries[:], last.step
+        changed = [i for i, (s, old) in enumerate(zip(seqs, last.seqs, strict=True)) if s is not old or s._dirty]
+    else:
+        width, base = max(1, (need + headroom) & -headroom), None
+        entries = array("i", [-1]) * (len(seqs) * width)
+        changed = list(range(len(seqs)))
+    for i in changed:
+        blocks = array("i", seqs[i]._blocks)
+        if base is None:
+            entries[i * width : i * width + len(blocks)] = blocks
+        else:
+            entries[i * width : (i + 1) * width] = blocks + array("i", [-1]) * (width - len(blocks))
+    for i in changed:
+        seqs[i]._dirty = False
+    return Table(entries, seqs, width), changed, base

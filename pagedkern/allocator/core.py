@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from pagedkern.allocator.arguments import Salt
+from pagedkern.allocator.buffers import Table
 from pagedkern.allocator.counts import Counts
 from pagedkern.allocator.events import Cached, EventLog, cached_now
+from pagedkern.allocator.handles import Lockstep, Origin, Phase, Plan, Row, Sequence, State
 from pagedkern.allocator.pool import BlockPool
 from pagedkern.allocator.prefix import PrefixIndex
 from pagedkern.allocator.retention import Deadlines
 from pagedkern.allocator.roots import Nodes, Roots
-from pagedkern.allocator.sequence import Sequence, State
-from pagedkern.allocator.step import Phase, Plan, Row, Table
 from pagedkern.allocator.undo import UndoLog
 from pagedkern.errors import InvalidArgument, InvalidType, StaleSequence
-
-if TYPE_CHECKING:
-    from pagedkern.allocator.allocator import BlockAllocator
-    from pagedkern.allocator.cohort import Cohort
 
 IDLE, RUNNING, BROKEN_OFF = range(3)
 """No operation runs; one does; the last one was ended by an exception from outside, and nobody has looked since."""
@@ -34,14 +30,13 @@ class Core:
 
     def __init__(
         self,
-        owner: BlockAllocator,
         num_blocks: int,
         num_host_blocks: int,
         block_size: int,
         caching: bool,
         clock: Callable[[], float],
     ) -> None:
-        self.owner = owner
+        self.origin = Origin(block_size, num_blocks)
         self.block_size = block_size
         self.caching = caching
         self.undo = UndoLog()
@@ -57,7 +52,7 @@ class Core:
             self.prefix.peer, self.host.prefix.peer = self.host.prefix, self.prefix
         self.live: dict[int, Sequence] = {}  # by id, swapped-out ones included
         self.in_flight: dict[int, Plan] = {}  # by id
-        self.cohorts: dict[int, Cohort] = {}  # the active ones
+        self.cohorts: dict[int, Lockstep] = {}  # the active ones
         self.table: Table | None = None  # of the last `append` that was not the work of a cohort
         self.last_seq = 0
         self.last_plan = 0
@@ -109,7 +104,7 @@ class Core:
     def add(self, blocks: list[int], tokens: array[int], length: int) -> Sequence:
         """A new live sequence. Its blocks have been taken or retained for it."""
         self.last_seq += 1
-        seq = Sequence(self.owner, self.last_seq, blocks, tokens, length)
+        seq = Sequence(self.origin, self.last_seq, blocks, tokens, length)
         self.undo.append((self._unadd, (seq,)))
         self.live[seq.id] = seq
         return seq
@@ -136,8 +131,8 @@ class Core:
 
         Changes made to it from now on are undone by the undo log. `at`: its index in the argument `seqs`.
         """
-        if not isinstance(seq, Sequence) or seq._owner is not self.owner or seq._state not in states:
-            raise _stale(seq, self.owner, states, "seq" if at is None else f"seqs[{at}]")
+        if not isinstance(seq, Sequence) or seq._owner is not self.origin or seq._state not in states:
+            raise _stale(seq, self.origin, states, "seq" if at is None else f"seqs[{at}]")
         if seq._cohort is not None:
             self.detach(seq)
         self.undo.append((seq._restore, seq._saved()))
@@ -186,15 +181,15 @@ class Core:
         if plan._held_host:
             self.host.unhold(plan._held_host)
         for pool in (self.pool, self.host) if self.pool.arriving or self.host.arriving else ():
-            for b in [b for b, arrival in pool.arriving.items() if arrival is plan]:
-                self.undo.append((pool.arriving.__setitem__, (b, plan)))
+            for b in [b for b, arrival in pool.arriving.items() if arrival == plan.id]:
+                self.undo.append((pool.arriving.__setitem__, (b, plan.id)))
                 del pool.arriving[b]
 
     def arrive(self, pool: BlockPool, plan: Plan, blocks: list[int]) -> None:
         """The plan moves contents into these blocks: whoever shares them before its commit depends on it."""
         for b in blocks:
             self.undo.append((pool.arriving.pop, (b, None)))
-            pool.arriving[b] = plan
+            pool.arriving[b] = plan.id
 
     def ride(self, plan: Plan, seq: Sequence, row: Row | None = None) -> None:
         """Let a sequence depend on a plan in flight: it is committed before later ones and aborted after them."""
@@ -275,13 +270,13 @@ class Core:
                 self.pool.untwin(b)
 
 
-def _stale(seq: object, owner: object, states: tuple[State, ...], name: str) -> Exception:
+def _stale(seq: object, origin: Origin, states: tuple[State, ...], name: str) -> Exception:
     """Why a handle cannot be used."""
     if not isinstance(seq, Sequence):
         return InvalidType(f"{name}: got {type(seq).__name__}, a Sequence is accepted")
     if seq._owner is None:
         return StaleSequence(f"{name}: sequence {seq.id} is a copy, which belongs to no allocator")
-    if seq._owner is not owner:
+    if seq._owner is not origin:
         return StaleSequence(f"{name}: sequence {seq.id} belongs to another allocator")
     accepted = " or ".join(state.value for state in states)
     return StaleSequence(f"{name}: sequence {seq.id} is {seq.state}, accepted is one that is {accepted}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pagedkern.allocator.sequence import Sequence
-from pagedkern.allocator.step import Plan
+from pagedkern.allocator.handles import Plan, Sequence
 from pagedkern.allocator.undo import UndoLog
 
 COUNTS = (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pagedkern.allocator import audit, observe, spans
+from pagedkern.allocator import audit, spans
 from pagedkern.allocator.arguments import Salt, Tokens, tenant, token_ids
 from pagedkern.allocator.core import Core
 from pagedkern.allocator.events import BlockEvent, digests
+from pagedkern.allocator.handles import Sequence
 from pagedkern.allocator.run import cut
-from pagedkern.allocator.sequence import Sequence
 from pagedkern.allocator.spans import Keys
 
 
@@ -53,8 +53,27 @@ class Facts:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Counts of what there is and of what has been done, and high-water marks. O(1)."""
-        return observe.stats(self._core)
+        """Counts of what there is and of what has been done, and high-water marks. Used blocks are
+        those that are owned or fenced. O(1)."""
+        core = self._core
+        return {
+            "blocks": core.pool.num_blocks,
+            "blocks_free": core.pool.num_free,
+            "blocks_idle": core.pool.idle.size,
+            "blocks_cached": len(core.prefix),
+            "blocks_fenced": len(core.pool.holds),
+            "host_blocks": core.host.num_blocks,
+            "host_blocks_free": core.host.num_free,
+            "host_blocks_cached": len(core.host.prefix),
+            "sequences": len(core.live),
+            "plans_in_flight": len(core.in_flight),
+            "plans": core.last_plan,
+            "blocks_evicted": core.pool.num_evicted,
+            "host_blocks_evicted": core.host.num_evicted,
+            "peak_blocks_used": core.pool.num_blocks - core.pool.least_free,
+            "peak_host_blocks_used": core.host.num_blocks - core.host.least_free,
+            **core.counts.numbers,
+        }
 
     @property
     def events(self) -> list[BlockEvent]:

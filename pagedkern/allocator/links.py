@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from pagedkern.allocator.undo import UndoLog
-
-if TYPE_CHECKING:
-    from pagedkern.allocator.pool import BlockPool
-    from pagedkern.allocator.step import Plan
 
 
 class Links:
@@ -18,11 +14,19 @@ class Links:
 
     def __init__(self, undo: UndoLog) -> None:
         self._undo = undo
-        self.peer: BlockPool
+        self.peer: Links
         self.twins: dict[int, int] = {}  # owned block: owned block of the peer with the same contents
         self.incoming: dict[int, int] = {}  # owned block: the peer's block whose contents the next step moves into it
-        self.arriving: dict[int, Plan] = {}  # block: the plan in flight that moves the peer's contents into it
+        self.arriving: dict[int, int] = {}  # block: number of the plan in flight that moves the peer's contents into it
         self.seals: dict[int, tuple[int, ...]] = {}  # leading tokens of a fenced block that nobody may overwrite
+
+    def retain(self, blocks: Collection[int]) -> None:
+        """Add one owner to each block."""
+        raise NotImplementedError
+
+    def release(self, blocks: list[int], whole: bool) -> None:
+        """Take one owner from each block."""
+        raise NotImplementedError
 
     def part(self, blocks: list[int]) -> None:
         """Blocks that nobody owns any more have no twin, and need no contents."""

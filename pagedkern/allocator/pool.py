@@ -29,6 +29,8 @@ class BlockPool(Links):
 
     __slots__ = ("_blank", "holds", "idle", "least_free", "name", "num_evicted", "prefix", "refs")
 
+    peer: BlockPool
+
     def __init__(self, name: str, num_blocks: int, prefix: PrefixIndex, undo: UndoLog) -> None:
         super().__init__(undo)
         self.name = name  # for messages: "device" or "host"

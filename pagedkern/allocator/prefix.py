@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from pagedkern.allocator.events import EventLog
+from pagedkern.allocator.handles import Fill
 from pagedkern.allocator.roots import Nodes
 from pagedkern.allocator.run import Key, Run, cut
 from pagedkern.allocator.tree import Tree
 from pagedkern.allocator.undo import UndoLog
 
-if TYPE_CHECKING:
-    from pagedkern.allocator.sequence import Sequence
-
-Fill: TypeAlias = "tuple[Sequence, int, bytes, int]"
-"""A block that is full: (its sequence, the block before it or -1, its packed tokens, the block)."""
 Gone: TypeAlias = "list[tuple[PrefixIndex, int]]"
 """Blocks that are not cached any more, each with its index."""
 PLAIN: Mapping[int, bytes] = {}

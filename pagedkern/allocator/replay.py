@@ -15,9 +15,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from pagedkern.allocator.allocator import BlockAllocator
-from pagedkern.allocator.operation import outcome
-from pagedkern.allocator.sequence import Sequence
-from pagedkern.allocator.step import Plan
+from pagedkern.allocator.handles import Plan, Sequence
+from pagedkern.allocator.log import outcome
 from pagedkern.errors import AuditError, InvalidArgument
 
 

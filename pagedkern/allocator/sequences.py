@@ -7,7 +7,7 @@ from array import array
 from pagedkern.allocator import caching, retention, spans
 from pagedkern.allocator.arguments import PRIORITIES, Salt, integer
 from pagedkern.allocator.core import Core
-from pagedkern.allocator.sequence import INHERITED, Sequence
+from pagedkern.allocator.handles import INHERITED, Sequence
 from pagedkern.errors import InvalidArgument, InvalidType, OutOfBlocks
 
 

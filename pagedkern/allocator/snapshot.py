@@ -10,8 +10,8 @@ from typing import Any
 from pagedkern.allocator import retention, spans
 from pagedkern.allocator.arguments import MAX_TOKENS, PRIORITIES, integer, tenant
 from pagedkern.allocator.core import Core
+from pagedkern.allocator.handles import STORED, Sequence, State
 from pagedkern.allocator.pool import BlockPool
-from pagedkern.allocator.sequence import STORED, Sequence, State
 from pagedkern.errors import InvalidArgument
 
 VERSION = 2
@@ -218,7 +218,7 @@ def _put_sequence(core: Core, item: dict[str, Any], next_node: int) -> None:
         raise InvalidArgument(f"{name}: listed twice")
     blocks = _ids(f"{name}: blocks", item["blocks"], -1, pool.num_blocks - 1)
     tokens = array("q", _listed(f"{name}: tokens", item["tokens"]))
-    seq = Sequence(core.owner, ident, blocks, tokens, 0)
+    seq = Sequence(core.origin, ident, blocks, tokens, 0)
     for field in STORED:
         setattr(seq, field, integer(f"{name}: {field[1:]}", item[field[1:]], 0, _MOST.get(field, MAX_TOKENS)))
     if seq._root >= next_node:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 
 from pagedkern.allocator import caching
 from pagedkern.allocator.arguments import MAX_TOKENS
-from pagedkern.allocator.cohort import Cohort
+from pagedkern.allocator.buffers import Copies
+from pagedkern.allocator.cohort import Cohort, make_table
 from pagedkern.allocator.core import Core
-from pagedkern.allocator.sequence import Sequence, State
-from pagedkern.allocator.step import Copies, Phase, Plan, Row, Step, make_table
+from pagedkern.allocator.handles import Phase, Plan, Row, Sequence, State, Step
 from pagedkern.allocator.swap import unswap
 from pagedkern.errors import InvalidArgument
 
@@ -33,7 +33,7 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
             row.reach += lookahead
     replaced, rewritten, num_new = _plan(core, rows)
     fresh = iter(core.pool.take(len(replaced) + num_new) if replaced or num_new else ())
-    step = Step(core.owner, core.next_plan(), tuple(seqs))
+    step = Step(core.origin, core.next_plan(), tuple(seqs))
     step._rows = rows
 
     if core.pool.incoming:

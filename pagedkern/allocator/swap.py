@@ -6,9 +6,8 @@ from array import array
 
 from pagedkern.allocator import caching
 from pagedkern.allocator.core import Core
+from pagedkern.allocator.handles import Plan, Row, Sequence, State
 from pagedkern.allocator.pool import BlockPool
-from pagedkern.allocator.sequence import Sequence, State
-from pagedkern.allocator.step import Plan, Row
 from pagedkern.errors import OutOfBlocks
 
 
@@ -75,7 +74,7 @@ def _plan(
     free = target.num_free - target.num_idle_of(found.values())
     if len(missing) + rest > free:
         raise OutOfBlocks(f"{kind}: {len(missing) + rest} {target.name} blocks needed, {free} free{target.held}")
-    plan = Plan(core.owner, core.next_plan(), tuple(seqs))
+    plan = Plan(core.origin, core.next_plan(), tuple(seqs))
     core.launch(plan)
     target.retain(found.values())
     fresh = target.take(len(missing))
@@ -87,7 +86,7 @@ def _plan(
                 target.retain([found[b]])
             counted.add(b)
             if found[b] in target.arriving:
-                core.ride(target.arriving[found[b]], seq)
+                core.ride(core.in_flight[target.arriving[found[b]]], seq)
     if missing:
         plan.moves = ((kind, array("q", missing), array("q", fresh)),)
         core.arrive(target, plan, fresh)

@@ -11,7 +11,7 @@ from pagedkern.scheduler.request import Request, Sample, Stage
 
 if TYPE_CHECKING:
     from pagedkern.allocator import Sequence
-    from pagedkern.allocator.step import Move
+    from pagedkern.allocator.buffers import Move
 
 
 class Row(NamedTuple):

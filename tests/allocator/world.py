@@ -73,7 +73,7 @@ def fingerprint(allocator: BlockAllocator) -> object:
                 pool.free_blocks(),
                 dict(pool.twins),
                 dict(pool.incoming),
-                {b: plan.id for b, plan in pool.arriving.items()},
+                dict(pool.arriving),
                 sorted(pool.prefix.items()),
             )
             for pool in (core.pool, core.host)

@@ -8,28 +8,54 @@ taken back is; then the next operation audits the state before it does anything,
 
 from __future__ import annotations
 
-import json
-import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import wraps
+from functools import partial, wraps
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TextIO, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from pagedkern.allocator import audit
-from pagedkern.allocator.arguments import materialised, settled, unpacked
-from pagedkern.allocator.core import BROKEN_OFF, IDLE, RUNNING
-from pagedkern.allocator.sequence import Sequence
-from pagedkern.allocator.step import Plan, Step, Verdict
-from pagedkern.errors import AuditError, InvalidArgument, OutOfBlocks
-
-if TYPE_CHECKING:
-    from pagedkern.allocator.allocator import BlockAllocator
-    from pagedkern.allocator.core import Core, Mark
+from pagedkern.allocator.arguments import settled
+from pagedkern.allocator.core import BROKEN_OFF, IDLE, RUNNING, Core, Mark
+from pagedkern.allocator.handles import Plan, Sequence, Step
+from pagedkern.allocator.log import OperationLog
+from pagedkern.errors import AuditError, InvalidArgument, OutOfBlocks, WrongThread
 
 BUSY = "another operation of this allocator is running; what it calls may not call the allocator"
 
+
+class Atomic:
+    """The part of `BlockAllocator` that its operations stand on: the state, the thread that owns it, the log."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._thread: int | None = None
+        self._log: OperationLog | None = None
+
+    def adopt(self) -> None:
+        """Make the calling thread the owner. The thread that owned the allocator must not be using it."""
+        self._thread = get_ident()
+
+    def check_thread(self) -> None:
+        """Raise `WrongThread` unless the calling thread owns the allocator. The first that asks becomes its owner."""
+        thread = get_ident()
+        if self._thread is None:
+            self._thread = thread
+        elif self._thread != thread:
+            raise WrongThread(
+                f"this allocator belongs to thread {self._thread}, thread {thread} called it: "
+                "call adopt() in the thread that takes it over"
+            )
+
+    def _idle(self, name: str) -> None:
+        """Refuse a call from another thread, or from within an operation."""
+        self.check_thread()
+        if self._core.busy:
+            look_again(self._core, name)
+
+
+A = TypeVar("A", bound=Atomic)
 P = ParamSpec("P")
 R = TypeVar("R")
 _SETTLED = frozenset((list, tuple, array, int, bool, str, bytes, type(None), Sequence, Plan, Step))
@@ -37,8 +63,8 @@ _SETTLED = frozenset((list, tuple, array, int, bool, str, bytes, type(None), Seq
 
 
 def operation(
-    method: Callable[Concatenate[BlockAllocator, P], R],
-) -> Callable[Concatenate[BlockAllocator, P], R]:
+    method: Callable[Concatenate[A, P], R],
+) -> Callable[Concatenate[A, P], R]:
     """An operation is all or nothing: whatever it raises, the state is as it was before.
 
     Arguments that iterate lazily are walked through first, so that they may call the allocator. Any other call from
@@ -46,7 +72,7 @@ def operation(
     """
 
     @wraps(method)
-    def run(self: BlockAllocator, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: A, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._thread != get_ident():
             self.check_thread()
         core = self._core
@@ -62,7 +88,11 @@ def operation(
                 break
         log = self._log
         if log is not None:  # the log calls this again, with itself out of the way
-            return log.run(run, self, args, kwargs)
+            self._log = None
+            try:
+                return log.run(method.__name__, partial(run, self), core, args, kwargs)
+            finally:
+                self._log = log
         undo = core.undo
         mark = len(undo)
         try:
@@ -108,7 +138,7 @@ def look_again(core: Core, name: str) -> None:
 
 
 @contextmanager
-def transaction(self: BlockAllocator) -> Iterator[None]:
+def transaction(self: Atomic) -> Iterator[None]:
     """What `BlockAllocator.transaction` does."""
     self.check_thread()
     core = self._core
@@ -150,80 +180,3 @@ def _leave(core: Core, log: OperationLog | None, this: Mark, how: str) -> None:
         log.write({"op": how})  # type: ignore[union-attr]
     if inner:
         raise InvalidArgument(f"transaction: left before {inner} inside it; all of them are taken back")
-
-
-class OperationLog:
-    """One JSON object a line: first the state at the start, then each operation with its arguments and its outcome.
-
-    Sequences and plans are written as `{"seq": id}` and `{"plan": id}`: ids are the same when the operations are done
-    again. Those of another allocator have id 0, which none has.
-    """
-
-    def __init__(self, file: TextIO, state: dict[str, Any], clock: float | None) -> None:
-        self._file: TextIO | None = file
-        self._put(file, {"op": "start", "clock": clock, "state": state})
-
-    def write(self, entry: dict[str, Any]) -> None:
-        """One line. If it cannot be written the log ends, with a warning: what the line tells of has been done."""
-        if self._file is None:
-            return
-        try:
-            self._put(self._file, entry)
-        except (OSError, ValueError) as error:  # the disk is full, the file has been closed
-            self._file = None
-            warnings.warn(f"log_to: the log ends here, it cannot be written: {error}", RuntimeWarning, stacklevel=2)
-
-    @staticmethod
-    def _put(file: TextIO, entry: dict[str, Any]) -> None:
-        file.write(json.dumps(entry) + "\n")
-        file.flush()
-
-    def run(self, method: Callable[..., R], allocator: BlockAllocator, args: Any, kwargs: Any) -> R:
-        """Do the operation and write it down, also if it raises."""
-        args = [materialised(value) for value in args]  # encoding must not use up what iterates only once
-        kwargs = {key: materialised(value) for key, value in kwargs.items()}
-        entry = {"op": method.__name__, "args": encode(args, allocator), "kwargs": encode(kwargs, allocator)}
-        allocator._log = None
-        deadlines = allocator._core.deadlines
-        try:
-            result = method(allocator, *args, **kwargs)
-        except BaseException as error:
-            self.write({**entry, "clock": deadlines.reading, "raises": type(error).__name__})
-            raise
-        finally:
-            allocator._log = self
-        self.write({**entry, "clock": deadlines.reading, "gives": outcome(result)})
-        return result
-
-
-def encode(value: Any, owner: BlockAllocator | None = None) -> Any:
-    """Arguments as JSON. `owner`: of the sequences and plans that a replay knows."""
-    value = unpacked(value)
-    if isinstance(value, Verdict):
-        return value.value
-    if isinstance(value, (Sequence, Plan)):
-        return {"seq" if isinstance(value, Sequence) else "plan": value.id if value._owner is owner else 0}
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    if isinstance(value, dict):
-        return {key: encode(item, owner) for key, item in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Iterable):
-        return [encode(item, owner) for item in value]
-    return {"repr": repr(value)}
-
-
-def outcome(result: Any) -> Any:
-    """What an operation gave, as JSON, in as much detail as a replay can compare."""
-    if isinstance(result, Step):
-        table = result.block_table.tolist() if result.seqs else []
-        moves = [[kind, list(src), list(dst)] for kind, src, dst in result.moves]
-        return {"plan": result.id, "table": table, "slots": list(result.slot_mapping), "moves": moves}
-    if isinstance(result, Plan):
-        return {"plan": result.id, "moves": [[kind, list(src), list(dst)] for kind, src, dst in result.moves]}
-    if isinstance(result, Sequence):
-        return {"seq": result.id, "blocks": result.block_ids, "cached": result.num_cached_tokens}
-    if isinstance(result, list):
-        return [outcome(item) for item in result]
-    return encode(result)
