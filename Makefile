@@ -9,7 +9,7 @@ other   = build/other-cuda/bin/python
 OTHER   = cupy-cuda13x==14.2.0 numba-cuda[cu12]==0.30.4 cuda-bindings==12.9.10 cuda-core==1.2.2 cuda-pathfinder==1.9.1 \
 	cuda-toolkit==12.9.2 nvidia-cuda-nvrtc==13.0.88
 
-.PHONY: help tune record test oldest other-cuda lint types fuzz gpu-check docs bench coverage dist example clean
+.PHONY: help tune record test mutants oldest other-cuda lint types fuzz gpu-check docs bench coverage dist example clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,6 +24,9 @@ record: $(stamp) ## measure all of this machine as NAME; make its profile
 
 test: $(stamp) ## run every test
 	$(run) -m pytest -n 2 --dist loadgroup $(ARGS)
+
+mutants: $(stamp) ## plant faults, one at a time: the tests must find each
+	$(run) -m tests.mutants $(ARGS)
 
 oldest: $(stamp) build/oldest ## the Triton backend with the oldest Triton that it supports
 	PYTHONPATH=build/oldest $(run) -c "import triton; assert triton.__version__ == '3.6.0'"

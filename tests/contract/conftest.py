@@ -8,7 +8,7 @@ from itertools import groupby
 
 import pytest
 
-from tests.contract.targets import SAMPLED, Target, targets, torch_threads
+from tests.contract.targets import SAMPLED, SAMPLED_CASES, Target, targets, torch_threads
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,8 +50,8 @@ def _sampled(items: list[pytest.Item]) -> Iterator[tuple[int, list[pytest.Item]]
         callspec = getattr(item, "callspec", None)
         chosen = callspec.params.get("target") if callspec else None
         every = everywhere or 1
-        if not everywhere and isinstance(chosen, Target) and chosen.emulated and item.path.stem != "test_cases":
-            every = SAMPLED.get(chosen.name, 1)
+        if not everywhere and isinstance(chosen, Target) and chosen.emulated:
+            every = (SAMPLED_CASES if item.path.stem == "test_cases" else SAMPLED).get(chosen.name, 1)
         return (item.nodeid.partition("[")[0], str(chosen), every)
 
     for (*_, every), cases in groupby(sorted(items, key=key), key=key):

@@ -30,8 +30,11 @@ MAY_REFUSE: dict[str, Callable[[Problem], bool]] = {}
 """None of today's backends needs to: each computes every problem of the tests."""
 
 SAMPLED: dict[str, int] = {"triton": 7, "numba_cuda": 32}
-"""Backends so slow under emulation that only every n-th case of each test runs, the first and the last among them; the
-cases of `test_cases.py` all run. CONTRACT=full runs everything everywhere."""
+"""Backends so slow under emulation that only every n-th case of each test runs, the first and the last among them; for
+the cases of `test_cases.py`, `SAMPLED_CASES` says which n. CONTRACT=full runs everything everywhere."""
+
+SAMPLED_CASES: dict[str, int] = {"numba_cuda": 3}
+"""All cases of `test_cases.py` run on all others."""
 
 EMULATED_CONFIG: dict[str, Mapping[str, object]] = {
     "triton": {
