@@ -178,6 +178,13 @@ class BlockAllocator(Facts):
         return sequences.create(self._core, ids, length, shares, tenant(salt), priority, marks, kept, again)
 
     @operation
+    def _create_many(self, prompts: List[Tokens], salts: List[Salt]) -> list[Sequence]:
+        """`create` for each prompt under its salt, in this order, all or nothing: cheaper for many. O(tokens)."""
+        return sequences.create_many(
+            self._core, [(*self._prompt(p)[:2], tenant(salt)) for p, salt in zip(prompts, salts, strict=True)]
+        )
+
+    @operation
     def fork(self, seq: Sequence, n: int = 1) -> list[Sequence]:
         """`n` new sequences with the tokens of `seq`, sharing every block until somebody writes. O(blocks) each.
 

@@ -106,17 +106,38 @@ class Core:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def add(self, blocks: list[int], tokens: array[int], length: int) -> Sequence:
+    def add(
+        self, blocks: list[int], tokens: array[int], length: int, root: int = 0, salt: Salt = None, asked: int = 0
+    ) -> Sequence:
         """A new live sequence. Its blocks have been taken or retained for it."""
         self.last_seq += 1
-        seq = Sequence(self.owner, self.last_seq, blocks, tokens, length)
-        self.undo.append((self._unadd, (seq,)))
+        seq = Sequence(self.owner, self.last_seq, blocks, tokens, length, root, salt, asked)
+        self.undo.append((self._unadd, ([seq],)))
         self.live[seq.id] = seq
         return seq
 
-    def _unadd(self, seq: Sequence) -> None:
-        seq._state = State.FREED
-        self.live.pop(seq.id, None)
+    def add_all(self, prompts: list[tuple[array[int], int, Salt]], blocks: list[int]) -> list[Sequence]:
+        """New live sequences of prompts (ids, length, salt) of which nothing is cached, in bulk. Their blocks have been
+        taken for them, in this order.
+        """
+        size, owner, live, peek = self.block_size, self.owner, self.live, self.roots.peek
+        seqs: list[Sequence] = []
+        self.undo.append((self._unadd, (seqs,)))  # those that are in it then
+        end, root = 0, 0
+        for ident, (tokens, length, salt) in enumerate(prompts, self.last_seq + 1):
+            start, end = end, end - -length // size
+            if self.caching:
+                root = peek(salt) or self.new_root(salt)
+            self.last_seq = ident
+            seq = Sequence(owner, ident, blocks[start:end], tokens, length, root, salt, length if root else 0)
+            seqs.append(seq)
+            live[ident] = seq
+        return seqs
+
+    def _unadd(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            seq._state = State.FREED
+            self.live.pop(seq.id, None)
 
     def remove(self, seq: Sequence) -> None:
         """A sequence has been freed. Its blocks have been released."""

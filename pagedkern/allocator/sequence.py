@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pagedkern.allocator.arguments import Salt
 from pagedkern.allocator.retention import Lease, Retention
 from pagedkern.allocator.spans import Span
 
@@ -21,6 +22,9 @@ class State(enum.Enum):
     LIVE = "live"  # on the device
     SWAPPED = "swapped out"  # in host memory
     FREED = "freed"
+
+
+LIVE = State.LIVE  # looking into an enum takes longer
 
 
 class Sequence:
@@ -65,10 +69,20 @@ class Sequence:
         "id",
     )
 
-    def __init__(self, owner: object, ident: int, blocks: list[int], tokens: array[int], length: int) -> None:
+    def __init__(
+        self,
+        owner: object,
+        ident: int,
+        blocks: list[int],
+        tokens: array[int],
+        length: int,
+        root: int = 0,
+        salt: Salt = None,
+        asked: int = 0,
+    ) -> None:
         self.id = ident  # unique in its allocator, never used again
         self._owner = owner
-        self._state = State.LIVE
+        self._state = LIVE
         self._blocks = blocks  # -1 where a block behind the window was given back
         self._tokens = tokens  # int64; the ids that are known, a prefix of the sequence
         self._length = length
@@ -78,8 +92,8 @@ class Sequence:
         self._scheduled = 0  # computed, or computed by a step in flight
         self._private = 0  # from this block on, blocks have no other owner and are not cached; before, look
         self._registered = 0  # leading full blocks that the prefix cache has been told of
-        self._root = 0  # node of the empty prefix under the salt; 0: nothing of this sequence is cached
-        self._salt: Any = None
+        self._root = root  # node of the empty prefix under the salt; 0: nothing of this sequence is cached
+        self._salt = salt
         self._priority = 0
         self._keys: tuple[Span, ...] = ()  # what tokens of the prompt stand for beside their ids
         self._retention: tuple[Retention, ...] = ()
@@ -89,7 +103,8 @@ class Sequence:
         self._whole = True  # each registered block that it still has is cached itself, not another one in its place
         # Not whole, or with passed blocks, blocks to come, a priority, retention or keys: needs a closer look.
         self._apart = False
-        self._asked = self._found = 0  # tokens that `create` has counted, until a step of this sequence is committed
+        self._asked = asked  # tokens that `create` has counted, until a step of this sequence is committed
+        self._found = 0  # those of them that the prefix cache had
         self._question = 0  # shared with forks made since; see counts.py
         self._pending: tuple[Plan, ...] = ()  # steps and plans in flight that concern this sequence, oldest first
         self._arriving = False  # some blocks get their contents from the host, by a move that is not committed
