@@ -180,9 +180,10 @@ class BlockAllocator(Facts):
     @operation
     def _create_many(self, prompts: List[Tokens], salts: List[Salt]) -> list[Sequence]:
         """`create` for each prompt under its salt, in this order, all or nothing: cheaper for many. O(tokens)."""
-        return sequences.create_many(
-            self._core, [(*self._prompt(p)[:2], tenant(salt)) for p, salt in zip(prompts, salts, strict=True)]
-        )
+        ids = [token_ids("prompts", prompt) for prompt in prompts]
+        lengths = list(map(len, ids))
+        kept = ids if self._core.caching else [array("q") for _ in ids]
+        return sequences.create_many(self._core, list(zip(kept, lengths, map(tenant, salts), strict=True)))
 
     @operation
     def fork(self, seq: Sequence, n: int = 1) -> list[Sequence]:
@@ -259,7 +260,7 @@ class BlockAllocator(Facts):
         leading ones that get any. `InvalidArgument` for a sequence that has nothing left to compute. O(tokens).
         """
         budget = None if max_tokens is None else integer("max_tokens", max_tokens, 1)
-        batch = self._core.own_all(seqs)
+        batch = self._core.own_all(seqs, saved=0)
         ends = stepper.prompt_ends(batch, budget)
         return stepper.make_step(self._core, batch[: len(ends)], ends, growing=0)
 
@@ -332,7 +333,7 @@ class BlockAllocator(Facts):
         budget = None
         if max_tokens is not None:
             budget = integer("max_tokens", max_tokens, max(1, sum(counts))) - sum(counts)
-        batch = core.own_all(growing + prompts)
+        batch = core.own_all(growing + prompts, saved=len(growing))
         ends = stepper.prompt_ends(batch[len(growing) :], budget, "prefilling")
         ends = stepper.grow(batch[: len(growing)], counts, ids, "appending") + ends
         return stepper.make_step(core, batch[: len(ends)], ends, len(growing), ahead)

@@ -13,7 +13,7 @@ from pagedkern.allocator.pool import BlockPool
 from pagedkern.allocator.prefix import PrefixIndex
 from pagedkern.allocator.retention import Deadlines
 from pagedkern.allocator.roots import Nodes, Roots
-from pagedkern.allocator.sequence import Sequence, State
+from pagedkern.allocator.sequence import LIVE, Sequence, State
 from pagedkern.allocator.step import Phase, Plan, Row, Table
 from pagedkern.allocator.undo import UndoLog
 from pagedkern.errors import InvalidArgument, InvalidType, StaleSequence
@@ -152,13 +152,13 @@ class Core:
             for seq in cohort.seqs:
                 seq._sync()
 
-    def own(self, seq: object, states: tuple[State, ...] = (State.LIVE,), at: int | None = None) -> Sequence:
+    def own(self, seq: object, states: tuple[State, ...] = (LIVE,)) -> Sequence:
         """The sequence, taken out of its cohort and ready to be changed, or the error that its handle is stale.
 
-        Changes made to it from now on are undone by the undo log. `at`: its index in the argument `seqs`.
+        Changes made to it from now on are undone by the undo log.
         """
         if not isinstance(seq, Sequence) or seq._owner is not self.owner or seq._state not in states:
-            raise _stale(seq, self.owner, states, "seq" if at is None else f"seqs[{at}]")
+            raise _stale(seq, self.owner, states, "seq")
         if seq._cohort is not None:
             self.detach(seq)
         self.undo.append((seq._restore, seq._saved()))
@@ -178,10 +178,19 @@ class Core:
             return list(seqs)
         raise InvalidType(f"{name}: got {type(seqs).__name__}, a list of Sequence is accepted")
 
-    def own_all(self, seqs: object, state: State = State.LIVE) -> list[Sequence]:
-        """`own` for each sequence of a batch, which must not name one twice."""
-        states = (state,)
-        batch = [self.own(s, states, i) for i, s in enumerate(self.each(seqs))]
+    def own_all(self, seqs: object, state: State = LIVE, saved: int | None = None) -> list[Sequence]:
+        """`own` for each sequence of a batch, which must not name one twice.
+
+        `saved`: changes made to so many of the first are undone by the undo log; the caller does it for the others.
+        """
+        batch, owner = [], self.owner
+        for i, seq in enumerate(self.each(seqs)):
+            if not isinstance(seq, Sequence) or seq._owner is not owner or seq._state is not state:
+                raise _stale(seq, owner, (state,), f"seqs[{i}]")
+            if seq._cohort is not None:
+                self.detach(seq)
+            batch.append(seq)
+        self.undo += [(seq._restore, seq._saved()) for seq in batch[:saved]]
         if len(batch) > 1 and len(set(batch)) != len(batch):
             twice = next(s.id for i, s in enumerate(batch) if s in batch[:i])
             raise InvalidArgument(f"seqs: sequence {twice} is named twice")

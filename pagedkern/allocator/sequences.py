@@ -74,6 +74,8 @@ def create_many(core: Core, prompts: list[tuple[array[int], int, Salt]]) -> list
     """
     peek, is_new, size, counts = core.roots.peek, core.prefix.is_new, core.block_size, core.counts.numbers
     core.undo.append((counts.update, (dict(counts),)))
+    if not len(core.prefix) and not len(core.host.prefix):
+        return _create_plain(core, prompts)
     seqs: list[Sequence] = []
     plain: list[tuple[array[int], int, Salt]] = []
     for prompt in prompts:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from pagedkern.allocator import Plan, Sequence
 from pagedkern.scheduler.batch import Batch
-from pagedkern.scheduler.request import DROPPED, RUNNING, SWAPPED, WAITING, Request
+from pagedkern.scheduler.request import DROPPED, SWAPPED, WAITING, Request
 from pagedkern.scheduler.state import State
 
 
