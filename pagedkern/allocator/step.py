@@ -74,7 +74,8 @@ class Row:
         self.reach = end  # blocks are to be there for so many tokens
         self.base = base  # the sequence's length if the step is aborted
         self.num_blocks = num_blocks  # its table's length then
-        self.cows: list[tuple[int, int, int]] = []  # (index in the table, block before, block now)
+        # Blocks copied on write, if any are: (index in the table, block before, block now).
+        self.cows: list[tuple[int, int, int]] | None = None
         self.before: tuple[State, tuple[int, ...]] | None = None  # of a swap: what `abort` restores
         self.moved: list[int] | None = None  # of a swap: the table that the sequence got, as long as it has that one
         self.rides = False  # the sequence only depends on the plan: nothing of its own is done or undone
@@ -82,7 +83,7 @@ class Row:
     def copy(self, seq: Sequence) -> Row:
         """The same for a fork of the sequence, which has a table of its own."""
         row = Row(seq, self.start, self.end, self.base, self.num_blocks)
-        row.cows, row.before, row.rides = list(self.cows), self.before, self.rides
+        row.cows, row.before, row.rides = self.cows and self.cows[:], self.before, self.rides
         return row
 
     def restore(self, start: int, end: int, base: int) -> None:

@@ -80,16 +80,18 @@ def _unschedule(saved: list[tuple[Sequence, int, int, tuple[Plan, ...]]]) -> Non
 
 def prompt_ends(batch: list[Sequence], budget: int | None, name: str = "seqs") -> list[int]:
     """Up to where prompts are computed, at most `budget` tokens in all: those that get none are left out."""
+    left = [seq._length - seq._scheduled for seq in batch]
+    if 0 in left:
+        i = left.index(0)
+        raise InvalidArgument(f"{name}[{i}]: sequence {batch[i].id} has no token left to compute")
+    if budget is None or sum(left) <= budget:
+        return [seq._length for seq in batch]
     ends: list[int] = []
-    for i, seq in enumerate(batch):
-        left = seq._length - seq._scheduled
-        if not left:
-            raise InvalidArgument(f"{name}[{i}]: sequence {seq.id} has no token left to compute")
-        if budget is not None:
-            left = min(left, budget)
-            budget -= left
-        if left:
-            ends.append(seq._scheduled + left)
+    for seq, count in zip(batch, left, strict=True):
+        if not budget:
+            break
+        ends.append(seq._scheduled + min(count, budget))
+        budget -= min(count, budget)
     return ends
 
 
@@ -169,7 +171,8 @@ def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]],
     for row, index, kept in replaced:
         seq = row.seq
         old, new = seq._blocks[index], next(fresh)
-        if not row.cows:
+        if row.cows is None:
+            row.cows = []
             core.undo.append((seq._restore, seq._saved()))
             seq._blocks = seq._blocks[:]
         seq._blocks[index] = new
@@ -276,7 +279,7 @@ def _take_back(core: Core, row: Row) -> None:
     seq = row.seq
     blocks = seq._blocks[: row.num_blocks]
     surplus = seq._blocks[row.num_blocks :]
-    for index, old, new in row.cows:
+    for index, old, new in row.cows or ():
         if index < len(blocks) and blocks[index] == new:
             blocks[index] = old
             surplus.append(new)

@@ -111,17 +111,18 @@ def _run(draft: Draft, first: Request, line: Iterator[Request], budget: int) -> 
     run, size = [first], draft.state.block_size
     room, tokens = draft.room, budget - draft.num_left - len(first.prompt)
     seats = draft.state.max_num_seqs - draft.num_seqs - 1
-    for request in line:
-        length = len(request.prompt)
-        room -= -(-length // size)
-        if tokens <= 0 or not seats or room < 0 or not request._plain or request._stage is not WAITING:
-            draft.room = room + -(-length // size)
-            return run, request
-        run.append(request)
-        tokens -= length
-        seats -= 1
+    behind: Request | None = None
+    for behind in line:
+        length = len(behind.prompt)
+        needed = -(-length // size)
+        if tokens <= 0 or not seats or needed > room or not behind._plain or behind._stage is not WAITING:
+            break
+        run.append(behind)
+        room, tokens, seats = room - needed, tokens - length, seats - 1
+    else:
+        behind = None
     draft.room = room
-    return run, None
+    return run, behind
 
 
 def _start_alone(draft: Draft, request: Request) -> bool:

@@ -80,9 +80,7 @@ class State:
             self.line.add(request)
 
     def run(self, requests: list[Request]) -> None:
-        """These requests, all of them in line or all of them aside, and in the order of arrival, run from now on. O(1)
-        each.
-        """
+        """Requests in the order of arrival, all of them in line or all aside, run from now on. Amortised O(1) each."""
         if requests:
             (self.line if requests[0] in self.line else self.aside).remove_all(requests)
             self.running.add_all(requests)
