@@ -175,6 +175,14 @@ class BlockAllocator(Atomic, Facts):
         return sequences.create(self._core, ids, length, shares, tenant(salt), priority, marks, kept, again)
 
     @operation
+    def _create_many(self, prompts: List[Tokens], salts: List[Salt]) -> list[Sequence]:
+        """`create` for each prompt under its salt, in this order, all or nothing: cheaper for many. O(tokens)."""
+        ids = [token_ids("prompts", prompt) for prompt in prompts]
+        lengths = list(map(len, ids))
+        kept = ids if self._core.caching else [array("q") for _ in ids]
+        return sequences.create_many(self._core, list(zip(kept, lengths, map(tenant, salts), strict=True)))
+
+    @operation
     def fork(self, seq: Sequence, n: int = 1) -> list[Sequence]:
         """`n` new sequences with the tokens of `seq`, sharing every block until somebody writes. O(blocks) each.
 
@@ -249,7 +257,7 @@ class BlockAllocator(Atomic, Facts):
         leading ones that get any. `InvalidArgument` for a sequence that has nothing left to compute. O(tokens).
         """
         budget = None if max_tokens is None else integer("max_tokens", max_tokens, 1)
-        batch = self._core.own_all(seqs)
+        batch = self._core.own_all(seqs, saved=0)
         ends = stepper.prompt_ends(batch, budget)
         return stepper.make_step(self._core, batch[: len(ends)], ends, growing=0)
 
@@ -322,7 +330,7 @@ class BlockAllocator(Atomic, Facts):
         budget = None
         if max_tokens is not None:
             budget = integer("max_tokens", max_tokens, max(1, sum(counts))) - sum(counts)
-        batch = core.own_all(growing + prompts)
+        batch = core.own_all(growing + prompts, saved=len(growing))
         ends = stepper.prompt_ends(batch[len(growing) :], budget, "prefilling")
         ends = stepper.grow(batch[: len(growing)], counts, ids, "appending") + ends
         return stepper.make_step(core, batch[: len(ends)], ends, len(growing), ahead)

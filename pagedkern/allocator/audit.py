@@ -58,7 +58,8 @@ def _check_aliasing(core: Core) -> None:
         hold(seq._tokens, f"sequence {seq.id}")
     for plan in core.in_flight.values():
         for i, row in enumerate(plan._rows or ()):
-            hold(row.cows, f"row {i} of plan {plan.id}")
+            if row.cows is not None:
+                hold(row.cows, f"row {i} of plan {plan.id}")
             if row.before is not None and not isinstance(row.before[1], tuple):
                 hold(row.before[1], f"row {i} of plan {plan.id}")
         if isinstance(plan, Step):

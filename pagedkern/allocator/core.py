@@ -10,7 +10,7 @@ from pagedkern.allocator.arguments import Salt
 from pagedkern.allocator.buffers import Table
 from pagedkern.allocator.counts import Counts
 from pagedkern.allocator.events import Cached, EventLog, cached_now
-from pagedkern.allocator.handles import Lockstep, Origin, Phase, Plan, Row, Sequence, State
+from pagedkern.allocator.handles import LIVE, Lockstep, Origin, Phase, Plan, Row, Sequence, State
 from pagedkern.allocator.pool import BlockPool
 from pagedkern.allocator.prefix import PrefixIndex
 from pagedkern.allocator.retention import Deadlines
@@ -101,17 +101,38 @@ class Core:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def add(self, blocks: list[int], tokens: array[int], length: int) -> Sequence:
+    def add(
+        self, blocks: list[int], tokens: array[int], length: int, root: int = 0, salt: Salt = None, asked: int = 0
+    ) -> Sequence:
         """A new live sequence. Its blocks have been taken or retained for it."""
         self.last_seq += 1
-        seq = Sequence(self.origin, self.last_seq, blocks, tokens, length)
-        self.undo.append((self._unadd, (seq,)))
+        seq = Sequence(self.origin, self.last_seq, blocks, tokens, length, root, salt, asked)
+        self.undo.append((self._unadd, ([seq],)))
         self.live[seq.id] = seq
         return seq
 
-    def _unadd(self, seq: Sequence) -> None:
-        seq._state = State.FREED
-        self.live.pop(seq.id, None)
+    def add_all(self, prompts: list[tuple[array[int], int, Salt]], blocks: list[int]) -> list[Sequence]:
+        """New live sequences of prompts (ids, length, salt) of which nothing is cached, in bulk. Their blocks have been
+        taken for them, in this order.
+        """
+        size, owner, live, peek = self.block_size, self.origin, self.live, self.roots.peek
+        seqs: list[Sequence] = []
+        self.undo.append((self._unadd, (seqs,)))  # those that are in it then
+        end, root = 0, 0
+        for ident, (tokens, length, salt) in enumerate(prompts, self.last_seq + 1):
+            start, end = end, end - -length // size
+            if self.caching:
+                root = peek(salt) or self.new_root(salt)
+            self.last_seq = ident
+            seq = Sequence(owner, ident, blocks[start:end], tokens, length, root, salt, length if root else 0)
+            seqs.append(seq)
+            live[ident] = seq
+        return seqs
+
+    def _unadd(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            seq._state = State.FREED
+            self.live.pop(seq.id, None)
 
     def remove(self, seq: Sequence) -> None:
         """A sequence has been freed. Its blocks have been released."""
@@ -126,13 +147,13 @@ class Core:
             for seq in cohort.seqs:
                 seq._sync()
 
-    def own(self, seq: object, states: tuple[State, ...] = (State.LIVE,), at: int | None = None) -> Sequence:
+    def own(self, seq: object, states: tuple[State, ...] = (LIVE,)) -> Sequence:
         """The sequence, taken out of its cohort and ready to be changed, or the error that its handle is stale.
 
-        Changes made to it from now on are undone by the undo log. `at`: its index in the argument `seqs`.
+        Changes made to it from now on are undone by the undo log.
         """
         if not isinstance(seq, Sequence) or seq._owner is not self.origin or seq._state not in states:
-            raise _stale(seq, self.origin, states, "seq" if at is None else f"seqs[{at}]")
+            raise _stale(seq, self.origin, states, "seq")
         if seq._cohort is not None:
             self.detach(seq)
         self.undo.append((seq._restore, seq._saved()))
@@ -152,10 +173,19 @@ class Core:
             return list(seqs)
         raise InvalidType(f"{name}: got {type(seqs).__name__}, a list of Sequence is accepted")
 
-    def own_all(self, seqs: object, state: State = State.LIVE) -> list[Sequence]:
-        """`own` for each sequence of a batch, which must not name one twice."""
-        states = (state,)
-        batch = [self.own(s, states, i) for i, s in enumerate(self.each(seqs))]
+    def own_all(self, seqs: object, state: State = LIVE, saved: int | None = None) -> list[Sequence]:
+        """`own` for each sequence of a batch, which must not name one twice.
+
+        `saved`: changes made to so many of the first are undone by the undo log; the caller does it for the others.
+        """
+        batch, owner = [], self.origin
+        for i, seq in enumerate(self.each(seqs)):
+            if not isinstance(seq, Sequence) or seq._owner is not owner or seq._state is not state:
+                raise _stale(seq, owner, (state,), f"seqs[{i}]")
+            if seq._cohort is not None:
+                self.detach(seq)
+            batch.append(seq)
+        self.undo += [(seq._restore, seq._saved()) for seq in batch[:saved]]
         if len(batch) > 1 and len(set(batch)) != len(batch):
             twice = next(s.id for i, s in enumerate(batch) if s in batch[:i])
             raise InvalidArgument(f"seqs: sequence {twice} is named twice")

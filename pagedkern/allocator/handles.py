@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple, TypeAlias
 
+from pagedkern.allocator.arguments import Salt
 from pagedkern.allocator.buffers import Copies, Move, Table, append_slots
 from pagedkern.allocator.retention import Lease, Retention
 from pagedkern.allocator.spans import Span
@@ -28,6 +29,8 @@ class State(enum.Enum):
     SWAPPED = "swapped out"  # in host memory
     FREED = "freed"
 
+
+LIVE = State.LIVE  # looking into an enum takes longer
 
 Expect: TypeAlias = Callable[[bool, str], None]
 """What an audit calls: raises `AuditError` with the message unless the condition holds."""
@@ -127,10 +130,20 @@ class Sequence:
         "id",
     )
 
-    def __init__(self, owner: Origin | None, ident: int, blocks: list[int], tokens: array[int], length: int) -> None:
+    def __init__(
+        self,
+        owner: Origin | None,
+        ident: int,
+        blocks: list[int],
+        tokens: array[int],
+        length: int,
+        root: int = 0,
+        salt: Salt = None,
+        asked: int = 0,
+    ) -> None:
         self.id = ident  # unique in its allocator, never used again
         self._owner = owner
-        self._state = State.LIVE
+        self._state = LIVE
         self._blocks = blocks  # -1 where a block behind the window was given back
         self._tokens = tokens  # int64; the ids that are known, a prefix of the sequence
         self._length = length
@@ -140,8 +153,8 @@ class Sequence:
         self._scheduled = 0  # computed, or computed by a step in flight
         self._private = 0  # from this block on, blocks have no other owner and are not cached; before, look
         self._registered = 0  # leading full blocks that the prefix cache has been told of
-        self._root = 0  # node of the empty prefix under the salt; 0: nothing of this sequence is cached
-        self._salt: Any = None
+        self._root = root  # node of the empty prefix under the salt; 0: nothing of this sequence is cached
+        self._salt = salt
         self._priority = 0
         self._keys: tuple[Span, ...] = ()  # what tokens of the prompt stand for beside their ids
         self._retention: tuple[Retention, ...] = ()
@@ -151,7 +164,8 @@ class Sequence:
         self._whole = True  # each registered block that it still has is cached itself, not another one in its place
         # Not whole, or with passed blocks, blocks to come, a priority, retention or keys: needs a closer look.
         self._apart = False
-        self._asked = self._found = 0  # tokens that `create` has counted, until a step of this sequence is committed
+        self._asked = asked  # tokens that `create` has counted, until a step of this sequence is committed
+        self._found = 0  # those of them that the prefix cache had
         self._question = 0  # shared with forks made since; see counts.py
         self._pending: tuple[Plan, ...] = ()  # steps and plans in flight that concern this sequence, oldest first
         self._arriving = False  # some blocks get their contents from the host, by a move that is not committed
@@ -292,7 +306,8 @@ class Row:
         self.reach = end  # blocks are to be there for so many tokens
         self.base = base  # the sequence's length if the step is aborted
         self.num_blocks = num_blocks  # its table's length then
-        self.cows: list[tuple[int, int, int]] = []  # (index in the table, block before, block now)
+        # Blocks copied on write, if any are: (index in the table, block before, block now).
+        self.cows: list[tuple[int, int, int]] | None = None
         self.before: tuple[State, tuple[int, ...]] | None = None  # of a swap: what `abort` restores
         self.moved: list[int] | None = None  # of a swap: the table that the sequence got, as long as it has that one
         self.rides = False  # the sequence only depends on the plan: nothing of its own is done or undone
@@ -300,7 +315,7 @@ class Row:
     def copy(self, seq: Sequence) -> Row:
         """The same for a fork of the sequence, which has a table of its own."""
         row = Row(seq, self.start, self.end, self.base, self.num_blocks)
-        row.cows, row.before, row.rides = list(self.cows), self.before, self.rides
+        row.cows, row.before, row.rides = self.cows and self.cows[:], self.before, self.rides
         return row
 
     def restore(self, start: int, end: int, base: int) -> None:

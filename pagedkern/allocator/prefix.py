@@ -132,7 +132,7 @@ class PrefixIndex(Tree):
             chunk = data[start * stride : (start + 1) * stride]
             if special:
                 chunk = special.get(start, chunk)
-            if not one_by_one and plain <= start < last and self._is_new(parent, chunk):
+            if not one_by_one and plain <= start < last and self.is_new(parent, chunk):
                 # Nothing can be cached behind a node that is new, so the rest goes in without looking.
                 run = Run((parent, chunk), self._number.take(last + 1 - start), blocks[start:], data[start * stride :])
                 self._put_run(run)
@@ -150,12 +150,15 @@ class PrefixIndex(Tree):
             start += 1
         return whole, shared
 
-    def _is_new(self, parent: int, chunk: bytes) -> bool:
-        """Whether nothing is cached behind a node with these tokens."""
+    def is_new(self, parent: int, chunk: bytes) -> bool:
+        """Whether nothing is cached behind a node with these tokens, here or in the other memory."""
+        return not self._has(parent, chunk) and (self.peer is None or not self.peer._has(parent, chunk))
+
+    def _has(self, parent: int, chunk: bytes) -> bool:
         kids = self._kids.get(parent)
-        if kids is not None and (chunk in kids if type(kids) is dict else self._chunk(kids) == chunk):  # type: ignore[arg-type]
+        if kids is None:
             return False
-        return self.peer is None or self.peer.find(parent, chunk) is None
+        return chunk in kids if type(kids) is dict else self._chunk(kids) == chunk  # type: ignore[arg-type]
 
     def insert_one(self, parent: int, chunk: bytes, block: int) -> bool:
         """`insert` of a block that is not cached. Returns whether the other memory had its node already."""

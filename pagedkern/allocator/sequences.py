@@ -45,8 +45,9 @@ def create(
         blocks, registered = hits + fresh, len(hits)
     else:
         blocks, registered = _expect(core, found, fresh)
-    seq = core.add(blocks, ids, length)
-    seq._root, seq._salt, seq._priority = root, salt, level
+    asked = length if root and not again else 0
+    seq = core.add(blocks, ids, length, root, salt, asked)
+    seq._priority = level
     seq._present = len(found) * core.block_size
     seq._cached = seq._computed = seq._scheduled = max(0, min(seq._present, length - 1))
     seq._private, seq._registered = len(found), registered
@@ -59,11 +60,43 @@ def create(
         caching.use(core, seq)
     counts = core.counts.numbers
     counts["sequences_created"] += 1
-    if root and not again:
-        seq._asked, seq._found = length, seq._cached
-        counts["prefix_tokens_asked"] += length
+    if asked:
+        seq._found = seq._cached
+        counts["prefix_tokens_asked"] += asked
         counts["prefix_tokens_found"] += seq._found
     return seq
+
+
+def create_many(core: Core, prompts: list[tuple[array[int], int, Salt]]) -> list[Sequence]:
+    """`create` for each prompt (ids, length, salt) in this order, without priority, keys and retention. O(tokens).
+
+    Those of which nothing is cached, not even the first block, are created in bulk until one comes that is different.
+    """
+    peek, is_new, size, counts = core.roots.peek, core.prefix.is_new, core.block_size, core.counts.numbers
+    core.undo.append((counts.update, (dict(counts),)))
+    if not len(core.prefix) and not len(core.host.prefix):
+        return _create_plain(core, prompts)
+    seqs: list[Sequence] = []
+    plain: list[tuple[array[int], int, Salt]] = []
+    for prompt in prompts:
+        ids, length, salt = prompt
+        root = peek(salt)
+        if not root or is_new(root, ids[:size].tobytes()):
+            plain.append(prompt)
+            continue
+        seqs += _create_plain(core, plain)
+        seqs.append(create(core, ids, length, core.caching, salt, 0, (), (), False))
+        plain = []
+    return seqs + _create_plain(core, plain)
+
+
+def _create_plain(core: Core, prompts: list[tuple[array[int], int, Salt]]) -> list[Sequence]:
+    """`create` for prompts of which nothing is cached, all together."""
+    size = core.block_size
+    seqs = core.add_all(prompts, core.pool.take(sum([-(-length // size) for _, length, _ in prompts])))
+    core.counts.numbers["sequences_created"] += len(seqs)
+    core.counts.numbers["prefix_tokens_asked"] += sum([seq._asked for seq in seqs])
+    return seqs
 
 
 def _expect(core: Core, found: list[int], fresh: list[int]) -> tuple[list[int], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from pagedkern.allocator import caching
 from pagedkern.allocator.arguments import MAX_TOKENS
@@ -21,7 +22,7 @@ HEADROOM = 8
 def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, lookahead: int = 0) -> Step:
     """The step that computes, for each sequence, the tokens from where it has been scheduled to up to `ends`.
 
-    All sequences have been checked and are `own`ed. The first `growing` ones grow by these tokens and by blocks for
+    All sequences have been checked. The first `growing` ones are `own`ed, and grow by these tokens and by blocks for
     `lookahead` more; for the others they are the prompt's. Blocks are taken first, all at once; if that fails nothing
     has changed. O(tokens + blocks touched).
     """
@@ -35,6 +36,8 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
     fresh = iter(core.pool.take(len(replaced) + num_new) if replaced or num_new else ())
     step = Step(core.origin, core.next_plan(), tuple(seqs))
     step._rows = rows
+    if growing < len(seqs):
+        core.undo.append((_unschedule, ([(s, s._scheduled, s._private, s._pending) for s in seqs[growing:]],)))
 
     if core.pool.incoming:
         _move_in(core, step)
@@ -42,7 +45,7 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
         core.rewrite(rewritten)
     if replaced:
         _copy_on_write(core, step, replaced, fresh)
-    size = core.block_size
+    size, alone = core.block_size, (step,)
     for row in rows:
         seq = row.seq
         if row.rides:
@@ -59,7 +62,7 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
         seq._scheduled = row.end
         if row.end > seq._length:
             seq._length = row.end
-        seq._pending += (step,)
+        seq._pending = seq._pending + alone if seq._pending else alone
     core.launch(step)
     if replaced:
         core.counts.moves(step, swap=False)
@@ -69,18 +72,26 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
     return step
 
 
+def _unschedule(saved: list[tuple[Sequence, int, int, tuple[Plan, ...]]]) -> None:
+    """Undo what a step does to sequences that do not grow, but for blocks copied on write."""
+    for seq, scheduled, private, pending in saved:
+        seq._scheduled, seq._private, seq._pending = scheduled, private, pending
+
+
 def prompt_ends(batch: list[Sequence], budget: int | None, name: str = "seqs") -> list[int]:
     """Up to where prompts are computed, at most `budget` tokens in all: those that get none are left out."""
+    left = [seq._length - seq._scheduled for seq in batch]
+    if 0 in left:
+        i = left.index(0)
+        raise InvalidArgument(f"{name}[{i}]: sequence {batch[i].id} has no token left to compute")
+    if budget is None or sum(left) <= budget:
+        return [seq._length for seq in batch]
     ends: list[int] = []
-    for i, seq in enumerate(batch):
-        left = seq._length - seq._scheduled
-        if not left:
-            raise InvalidArgument(f"{name}[{i}]: sequence {seq.id} has no token left to compute")
-        if budget is not None:
-            left = min(left, budget)
-            budget -= left
-        if left:
-            ends.append(seq._scheduled + left)
+    for seq, count in zip(batch, left, strict=True):
+        if not budget:
+            break
+        ends.append(seq._scheduled + min(count, budget))
+        budget -= min(count, budget)
     return ends
 
 
@@ -160,7 +171,9 @@ def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]],
     for row, index, kept in replaced:
         seq = row.seq
         old, new = seq._blocks[index], next(fresh)
-        if not row.cows:
+        if row.cows is None:
+            row.cows = []
+            core.undo.append((seq._restore, seq._saved()))
             seq._blocks = seq._blocks[:]
         seq._blocks[index] = new
         seq._dirty = True
@@ -182,16 +195,10 @@ def _describe(core: Core, step: Step, compares: bool) -> None:
     rows, size = step._rows or [], core.block_size
     if len(rows) > len(step.seqs):
         rows = [row for row in rows if not row.rides]
-    ends, starts, total, most = [], [0], 0, 0
-    for row in rows:
-        count = row.end - row.start
-        total += count
-        if count > most:
-            most = count
-        ends.append(row.end)
-        starts.append(total)
-    step.seq_lens, step.cu_seqlens_q = array("i", ends), array("i", starts)
-    step.num_tokens, step.max_seqlen_q = total, most
+    counts = [row.end - row.start for row in rows]
+    step.seq_lens = array("i", [row.end for row in rows])
+    step.cu_seqlens_q = array("i", [0, *accumulate(counts)])
+    step.num_tokens, step.max_seqlen_q = sum(counts), max(counts, default=0)
     if compares:
         table, step.changed_rows, step.base = make_table(step.seqs, core.table, HEADROOM)
         table.step = step.id
@@ -203,7 +210,7 @@ def _describe(core: Core, step: Step, compares: bool) -> None:
             (r.seq._blocks[:], max(r.start, r.seq._present) // size, -(-r.end // size), r.start, r.end) for r in rows
         ]
         step.changed_rows, step.base = range(len(rows)), None
-    if most > 1:
+    if step.max_seqlen_q > 1:
         if compares:  # the table is there: only what is written is of interest
             spans = [(r, max(r.start, r.seq._present) // size, -(-r.end // size)) for r in rows]
             step._source = [(r.seq._blocks[i:j], 0, j - i, r.start, r.end) for r, i, j in spans]
@@ -272,7 +279,7 @@ def _take_back(core: Core, row: Row) -> None:
     seq = row.seq
     blocks = seq._blocks[: row.num_blocks]
     surplus = seq._blocks[row.num_blocks :]
-    for index, old, new in row.cows:
+    for index, old, new in row.cows or ():
         if index < len(blocks) and blocks[index] == new:
             blocks[index] = old
             surplus.append(new)

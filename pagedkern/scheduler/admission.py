@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 
 from pagedkern.allocator import Plan, Sequence, Verdict
 from pagedkern.errors import OutOfBlocks
@@ -23,17 +24,20 @@ def start_more(draft: Draft, budget: int) -> None:
     """
     state = draft.state
     draft.room = 0  # not known any more: others have grown
-    for request in state.line:
+    line = iter(state.line)
+    request = next(line, None)
+    while request is not None:
         if draft.num_left >= budget:
             return
         if not draft.num_running:
             if not _start_alone(draft, request):
                 raise Standstill(request, state.allocator.num_free_blocks)
+            request = next(line, None)
         elif not can_start(draft, request):
             return
         else:
             try:
-                _start(draft, request)
+                request = _start(draft, request, line, budget)
             except OutOfBlocks:
                 return
     if not draft.num_running and state.aside and not any(_start_alone(draft, request) for request in state.aside):
@@ -87,9 +91,38 @@ def _uncached(state: State, request: Request) -> int:
     return state.blocks_of(prompt, [sample._known for sample in samples])
 
 
-def _start(draft: Draft, request: Request) -> None:
-    """Run beside others. Raises `OutOfBlocks`, and nothing has changed, if there is no room after all."""
-    _started(draft, request, _take(draft.state, request))
+def _start(draft: Draft, request: Request, line: Iterator[Request], budget: int) -> Request | None:
+    """Run beside others, and with it those right behind it for whom nothing needs a closer look. Returns the next in
+    line. Raises `OutOfBlocks`, and nothing has changed, if there is no room after all.
+    """
+    if not request._plain or request._stage is not WAITING:
+        _started(draft, request, _take(draft.state, request))
+        return next(line, None)
+    run, behind = _run(draft, request, line, budget)
+    seqs = draft.state.allocator._create_many([r.prompt for r in run], [r.salt for r in run])
+    draft.starts(run, seqs)
+    return behind
+
+
+def _run(draft: Draft, first: Request, line: Iterator[Request], budget: int) -> tuple[list[Request], Request | None]:
+    """A plain request that can start and those behind it that are like it, and can start whatever the prefix cache has
+    of them; and the next in line. O(their number).
+    """
+    run, size = [first], draft.state.block_size
+    room, tokens = draft.room, budget - draft.num_left - len(first.prompt)
+    seats = draft.state.max_num_seqs - draft.num_seqs - 1
+    behind: Request | None = None
+    for behind in line:
+        length = len(behind.prompt)
+        needed = -(-length // size)
+        if tokens <= 0 or not seats or needed > room or not behind._plain or behind._stage is not WAITING:
+            break
+        run.append(behind)
+        room, tokens, seats = room - needed, tokens - length, seats - 1
+    else:
+        behind = None
+    draft.room = room
+    return run, behind
 
 
 def _start_alone(draft: Draft, request: Request) -> bool:
@@ -148,7 +181,7 @@ def _started(draft: Draft, request: Request, taken: Sequence | Plan) -> None:
     if isinstance(taken, Plan):
         draft.resumes(request, taken)
     else:
-        draft.starts(request, taken)
+        draft.starts([request], [taken])
 
 
 def _further(state: State, request: Request) -> int:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from pagedkern.allocator import Plan, Sequence
 from pagedkern.scheduler.batch import Batch
-from pagedkern.scheduler.request import DROPPED, RUNNING, SWAPPED, WAITING, Request
+from pagedkern.scheduler.request import DROPPED, SWAPPED, WAITING, Request
 from pagedkern.scheduler.state import State
 
 
@@ -49,14 +49,14 @@ class Draft:
 
     # Taking room.
 
-    def starts(self, request: Request, seq: Sequence) -> None:
-        """Its first sample has this sequence; the others are forked once it is computed."""
-        samples = len(request._unfinished)
-        self.started.append((request, seq))
-        self.num_left += seq.num_tokens - seq.num_cached_tokens
-        self.num_running += 1
+    def starts(self, requests: list[Request], seqs: list[Sequence]) -> None:
+        """The first sample of each has this sequence; the others are forked once it is computed."""
+        samples = sum([len(request._unfinished) for request in requests])
+        self.started += zip(requests, seqs, strict=True)
+        self.num_left += sum([seq.num_tokens - seq.num_cached_tokens for seq in seqs])
+        self.num_running += len(requests)
         self.num_seqs += samples
-        self.num_promised += samples - 1
+        self.num_promised += samples - len(requests)
 
     def resumes(self, request: Request, plan: Plan) -> None:
         """This plan brings its sequences back from the host."""
@@ -93,12 +93,9 @@ class Draft:
             leader.seq, leader._computed = seq, seq.num_cached_tokens
             if stage is WAITING:
                 request.num_cached_tokens = leader._computed
-            state.leave(request)
             request._prefilling = True
-            state.enter(request, RUNNING)
-        for request in batch.resumed:
-            state.leave(request)
-            state.enter(request, RUNNING)
+        state.run([request for request, _ in self.started])
+        state.run(batch.resumed)
         state.num_batches, state.batch = batch.id, batch
         return batch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import accumulate, islice
+from operator import sub
 
 from pagedkern.allocator import Step
 from pagedkern.errors import OutOfBlocks
@@ -141,10 +142,12 @@ def _prefill(draft: Draft, budget: int) -> None:
     except OutOfBlocks:  # foreign forks share blocks that are not full
         raise Standstill((draft.prompts or prompts)[0][0], draft.state.allocator.num_free_blocks) from None
     batch._add(step)
-    starts = step.cu_seqlens_q
-    for (request, _), end, first, last in zip(prompts, step.seq_lens, starts, starts[1:], strict=False):
+    cu, ends = step.cu_seqlens_q, step.seq_lens
+    requests = [request for request, _ in prompts[: len(ends)]]
+    starts = map(sub, ends, map(sub, cu[1:], cu))
+    batch.rows += map(Row._make, zip([request._unfinished[0] for request in requests], starts, ends, strict=True))
+    for request, end in zip(requests, ends, strict=True):
         samples = request._unfinished
-        leader = samples[0]
-        batch.rows.append(Row(leader, end - (last - first), end))
-        if end == len(request.prompt) + len(leader.tokens):
-            batch.outputs += [leader] if leader.tokens else samples
+        generated = samples[0].tokens
+        if end == len(request.prompt) + len(generated):
+            batch.outputs += samples[:1] if generated else samples

@@ -33,9 +33,24 @@ class Queue:
             by_id[ident] = request
             self._in_order = False
 
+    def add_all(self, requests: list[Request]) -> None:
+        """The requests are not in the queue, and come in the order of arrival."""
+        by_id = self._by_id
+        if requests and self._in_order and (not by_id or requests[0].id > next(reversed(by_id))):
+            by_id.update([(request.id, request) for request in requests])
+        else:
+            for request in requests:
+                self.add(request)
+
     def remove(self, request: Request) -> None:
         """The request is in the queue."""
         del self._by_id[request.id]
+
+    def remove_all(self, requests: list[Request]) -> None:
+        """The requests are in the queue."""
+        by_id = self._by_id
+        for request in requests:
+            del by_id[request.id]
 
     @property
     def first(self) -> Request | None:

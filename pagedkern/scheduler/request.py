@@ -66,6 +66,7 @@ class Request:
     __slots__ = (
         "_ahead",
         "_beside",
+        "_plain",
         "_prefilling",
         "_stage",
         "_unfinished",
@@ -107,6 +108,7 @@ class Request:
         self.num_preemptions = 0  # how often it had to make room
         self._stage = WAITING
         self._unfinished = list(self.samples)  # replaced when some end, never changed in place
+        self._plain = n == 1 and not (priority or keys or retention)  # starts in one call with others like it
         self._prefilling = False  # the first unfinished sample has a sequence that is not computed to its end
         # Was ahead when the others were forked: shares the prompt's last block, and never has to copy it.
         self._ahead: Sample | None = None

@@ -75,13 +75,25 @@ class State:
         request._stage = stage
         if stage is RUNNING:
             self.running.add(request)
-            samples = len(request._unfinished)
-            self.num_seqs += samples
-            if request._prefilling:
-                self.num_prefilling += 1
-                self.num_promised += samples - 1
+            self._count([request])
         else:
             self.line.add(request)
+
+    def run(self, requests: list[Request]) -> None:
+        """Requests in the order of arrival, all of them in line or all aside, run from now on. Amortised O(1) each."""
+        if requests:
+            (self.line if requests[0] in self.line else self.aside).remove_all(requests)
+            self.running.add_all(requests)
+            for request in requests:
+                request._stage = RUNNING
+            self._count(requests)
+
+    def _count(self, requests: list[Request]) -> None:
+        """These requests run."""
+        prefilling = [len(request._unfinished) for request in requests if request._prefilling]
+        self.num_seqs += sum([len(request._unfinished) for request in requests])
+        self.num_prefilling += len(prefilling)
+        self.num_promised += sum(prefilling) - len(prefilling)
 
     def leave(self, request: Request) -> None:
         """Out of the queue that it is in. O(1)."""

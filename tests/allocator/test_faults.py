@@ -30,7 +30,7 @@ class Scene:
     """A small engine in the middle of its work: prefixes cached on both memories, forks, steps and plans in flight."""
 
     def __init__(self) -> None:
-        a = self.a = BlockAllocator(22, 4, num_host_blocks=12)
+        a = self.a = BlockAllocator(23, 4, num_host_blocks=12)
         self.prompt = list(range(11))
         self.gone = a.create(list(range(40, 52)), priority=1)
         self.host = a.create(self.prompt)
@@ -46,6 +46,8 @@ class Scene:
         self.second = a.append([self.busy], [8])
         self.late = a.prefill([a.create(list(range(80, 88)))])
         self.out = a.swap_out([a.create(5)])
+        self.twins = [a.create([9])]
+        self.twins += a.fork(self.twins[0])
         self.pair = [a.create(3), a.create(4)]
         a.commit(a.prefill(self.pair))
         for token in range(4):
@@ -64,7 +66,10 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "create a hit": lambda s: s.a.create([*range(40, 52), 0]),
     "create a hit on the host": lambda s: s.a.create([*s.prompt, 0, 0]),
     "create and evict": lambda s: s.a.create(s.a.num_free_blocks * 4),
+    "create many": lambda s: s.a._create_many([[5] * 4, [*range(40, 45)], [6]], [None, None, "new"]),
+    "create many and evict": lambda s: s.a._create_many([[5] * 4] * s.a.num_free_blocks, [None] * s.a.num_free_blocks),
     "prefill": lambda s: s.a.prefill([s.fresh]),
+    "prefill what is shared": lambda s: s.a.prefill(s.twins),
     "append": lambda s: s.a.append([s.seq, s.fork, s.busy], [1, 2, 3]),
     "append many": lambda s: s.a.append([s.seq, s.fork], [[1] * 5, [2] * 9], lookahead=3),
     "append fast": lambda s: s.a.append(s.pair, [1, 2]),

@@ -33,6 +33,23 @@ def bytecodes(call: Callable[[], object]) -> int:
     return count
 
 
+def calls(call: Callable[[], object]) -> int:
+    """The Python functions that a call calls, those of what it calls included."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
 def count_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a search for a request among others, which is one bytecode, count as one for each that is looked at."""
     monkeypatch.setattr(Request, "__eq__", lambda self, other: self is other)

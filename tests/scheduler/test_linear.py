@@ -9,7 +9,7 @@ import pytest
 
 from pagedkern.allocator import BlockAllocator
 from pagedkern.scheduler import Batch, Scheduler
-from tests.scheduler.operations import bytecodes, count_searches
+from tests.scheduler.operations import bytecodes, calls, count_searches
 
 SIZE = 4
 SMALL, LARGE = 150, 600
@@ -219,3 +219,15 @@ def test_work_is_linear(case: Callable[[int], Callable[[], object]], monkeypatch
     count_searches(monkeypatch)
     small, large = bytecodes(case(SMALL)), bytecodes(case(LARGE))
     assert large < 1.25 * LARGE / SMALL * small, f"{small / SMALL:.0f} bytecodes each, then {large / LARGE:.0f}"
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_starting_together_takes_few_calls_for_each(warm: bool) -> None:
+    """Also when the cache has something: of other tokens, and of another tenant."""
+    scheduler = engine(LARGE, 2 * LARGE)
+    for salt in (None, "tenant") if warm else ():
+        done(scheduler) if scheduler.add([-1] * SIZE, max_tokens=1, salt=salt) else None
+    for i in range(LARGE):
+        scheduler.add(range(SIZE * i, SIZE * i + SIZE), max_tokens=SIZE)
+    number = calls(lambda: count(scheduler.schedule().rows, LARGE))
+    assert number < (14 if warm else 10) * LARGE, f"{number / LARGE:.1f} calls each"
