@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -93,7 +95,30 @@ def test_imports_run_downward(name: str, path: Path) -> None:
     part = part_of(name)
     allowed = ALLOWED.get(part, SHARED_BY_BACKENDS) | {part, "environment"}
     wrong = {target for target in imports_of(path) if part_of(target) not in allowed}
-    assert not wrong, f"{name} (part {part}) imports {sorted(wrong)}, accepted are {sorted(allowed)}"
+    assert not wrong, f"{name} (part {part}) imports {sorted(wrong)}, expected only {sorted(allowed)}"
+
+
+def check_order(files: Iterable[tuple[str, Path]]) -> None:
+    """Raises `CycleError`, which lists the modules, if some import each other in a circle, if only for types."""
+    TopologicalSorter({name: imports_of(path) - {name} for name, path in files}).prepare()
+
+
+def test_no_circle_of_imports() -> None:
+    check_order(library_files())
+
+
+def test_a_circle_would_be_found(tmp_path: Path) -> None:
+    texts = {
+        "pagedkern.ops": "import typing\nif typing.TYPE_CHECKING:\n    from pagedkern.cache import KVCache\n",
+        "pagedkern.cache": "def f():\n    import pagedkern.abi\n",
+        "pagedkern.abi": "from pagedkern.ops import explain\n",
+    }
+    paths = {name: tmp_path / f"{name}.py" for name in texts}
+    for name, text in texts.items():
+        paths[name].write_text(text)
+    with pytest.raises(CycleError) as caught:
+        check_order(paths.items())
+    assert set(caught.value.args[1]) == set(texts)
 
 
 def test_the_rule_can_fail(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """Blocks, sequences, prefix cache: the bookkeeping of a paged KV cache. Standard library only; moves no memory.
 
-Where things are:
+Where to look, from what callers see down to the data structures. Imports go downward only:
 
-- `allocator`: the public class, with its `facts`. `operation`: what surrounds each of its methods, and the log that
-`replay` does again.
-- `sequence`, `step`: what callers hold. `sequences`, `stepper`, `swap`: what is done to them. `cohort`: the fast path
-of a batch that only decodes.
-- `core`: the shared state; `pool`: owners of blocks; `prefix`: cached contents, with its `tree`, `roots` and `run`;
-`ranks`: the order of eviction, with `retention`; `spans`: block keys; `idle`, `undo`: the data structures.
-- `audit`: `check()`. `observe`: counts and events. `snapshot`: the state as JSON. `arguments`: checks of what comes in.
+- `allocator`: `BlockAllocator`, the public class, with its `facts`. `atomic`: every method changes all or nothing;
+  `log`, `replay`: the operations as a record that can be run again.
+- What is done to sequences: `sequences` (create, fork, truncate, free), `stepper` (prefill, append, commit, abort),
+  `swap`, `cohort` (the fast path of a batch that only decodes), `caching` (registering blocks that are full).
+- `audit`, `audit_cache`: `check()`. `snapshot`: the state as JSON. `counts`, `events`: statistics and what happened.
+- `core`: the state that all of these share.
+- Blocks: `pool` (who owns which), `ranks` (the order of eviction, with `retention`),
+  `idle` (those without an owner), `links` (what device and host memory know of each other).
+- Cached contents: `prefix`, a `tree` with its `roots`, and a `run` for each chain; `spans`: keys, as those of images.
+- `handles`: `Sequence`, `Plan`, `Step`, what callers hold; `buffers`: the tables and slots that they get.
+- `arguments`: checks of what comes in. `undo`: what makes an operation all or nothing.
 """
 
 from pagedkern.allocator.allocator import BlockAllocator
