@@ -147,6 +147,7 @@ class Watched(World):
         self.owners: dict[str, dict[int, list[Shadow]]] = {memory: {} for memory in MEMORIES}  # before the action
         self.quiet = True  # nothing was in flight before the action
         self.was_open = False
+        self.within: set[Shadow] = set()  # the sequences that the transaction has had so far, those it freed too
         self.filled: dict[int, int] = {}  # full computed blocks of each sequence before the action
         self.evicted = dict.fromkeys(MEMORIES, 0)
 
@@ -223,6 +224,7 @@ class Watched(World):
         assert not (self.open and events), "nothing is told inside a transaction"
         if self.open:
             self.was_open = True
+            self.within.update(self.shadows)
             return
         owners = self.owners_now()
         if self.quiet and not self.was_open:
@@ -234,6 +236,7 @@ class Watched(World):
         self.note_uses(before, owners)
         self.check_filled()
         self.owners, self.quiet, self.was_open = owners, not self.flights, False
+        self.within.clear()
 
     def changes(self) -> list[BlockEvent]:
         return self.real.events
@@ -343,7 +346,8 @@ class Watched(World):
         passing: dict[bytes, int] = {}  # the highest priority of the sequences whose tokens begin so
         keeping: dict[bytes, list[tuple[int, Shadow, float | None]]] = {}
         rows = [row.shadow for flight in self.flights for row in flight.rows]
-        for shadow in {*self.shadows, *rows, *(s for m in self.owners.values() for those in m.values() for s in those)}:
+        owned = (s for memory in self.owners.values() for those in memory.values() for s in those)
+        for shadow in {*self.shadows, *rows, *self.within, *owned}:
             for i, digest in enumerate(self.digests(shadow)):
                 passing[digest] = max(passing.get(digest, 0), shadow.priority)
                 for start, end, priority, seconds in shadow.retention:
