@@ -1,4 +1,4 @@
-"""What a call accepts: one check a rule, each with a message that names the argument, what came and what is accepted.
+"""What a call accepts: one check a rule, each with a message that names the argument, what came and what was expected.
 
 `pagedkern.ops` calls these once, before anything is written. They read shapes, dtypes, strides and host numbers only,
 never device memory, and `torch.compile` traces through them.
@@ -43,7 +43,7 @@ DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, *
 
 def refuse(name: str, got: object, accepted: str) -> NoReturn:
     """Raise the error for a value, shape, dtype or device that is not accepted."""
-    raise InvalidArgument(f"{name}: got {got}, accepted is {accepted}")
+    raise InvalidArgument(f"{name}: got {got}, expected {accepted}")
 
 
 def tensor(name: str, value: object, ndim: int | None, axes: str, *, write: bool = False) -> Tensor:
@@ -73,7 +73,7 @@ def _imported(name: str, value: object) -> Tensor:
         ) from error
     raise InvalidType(
         f"{name}: got {type(value).__name__}, "
-        "accepted is a torch tensor or an exporter of DLPack or __cuda_array_interface__"
+        "expected a torch tensor or an exporter of DLPack or __cuda_array_interface__"
     )
 
 
@@ -131,13 +131,13 @@ def head_vector(name: str, value: object, length: int, axes: str, like: Tensor) 
 def integer(name: str, value: object, minimum: int, accepted: str, maximum: int = 2**63 - 1) -> int:
     """A host integer, of Python or NumPy; floats, bools and tensors are refused rather than rounded or read back."""
     if isinstance(value, (bool, float, Tensor)):
-        raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}")
+        raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, expected {accepted}")
     if not isinstance(value, (int, torch.SymInt)):
         _scalar(name, value, accepted)
         try:
             value = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
-            raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}") from None
+            raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, expected {accepted}") from None
     if value < minimum or value > maximum:
         refuse(name, value, accepted if value < minimum else f"{accepted}, at most {maximum}")
     return value  # type: ignore[return-value]
@@ -146,13 +146,13 @@ def integer(name: str, value: object, minimum: int, accepted: str, maximum: int 
 def number(name: str, value: object, accepted: str) -> float:
     """A finite host number, of Python, NumPy or whatever else converts to float."""
     if isinstance(value, (bool, Tensor, str, bytes, bytearray)):
-        raise InvalidType(f"{name}: got {type(value).__name__}, accepted is {accepted}")
+        raise InvalidType(f"{name}: got {type(value).__name__}, expected {accepted}")
     if not isinstance(value, float):
         _scalar(name, value, accepted)
         try:
             value = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
-            raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}") from None
+            raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, expected {accepted}") from None
         except OverflowError:
             refuse(name, "an integer beyond float64", accepted)
     if not -math.inf < value < math.inf:  # torch.compile cannot trace math.isfinite
@@ -168,7 +168,7 @@ def _scalar(name: str, value: object, accepted: str) -> None:
     """Refuse what converts to a number and is none: NumPy's bools and complex numbers, and arrays of one element."""
     kind: object = getattr(getattr(value, "dtype", None), "kind", None)
     if kind in ("b", "c") or getattr(value, "ndim", 0) != 0:
-        raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is {accepted}")
+        raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, expected {accepted}")
 
 
 def float32_number(name: str, value: object, default: str) -> float:
@@ -182,7 +182,7 @@ def float32_number(name: str, value: object, default: str) -> float:
 
 def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is True or False")
+        raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, expected True or False")
     return value
 
 
@@ -224,7 +224,7 @@ def scale(name: str, value: object, cache: Tensor) -> tuple[Tensor | None, float
     accepted = "a positive number or float32 [num_kv_heads]"
     result = number(name, value, accepted)
     if not SMALLEST_SCALE <= result <= LARGEST_SCALE:
-        refuse(name, value, f"{accepted}, {SMALLEST_SCALE:.3g} .. {LARGEST_SCALE:.3g}")
+        refuse(name, value, f"{accepted}, {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}")
     return None, result
 
 
@@ -266,7 +266,5 @@ def written(name: str, value: Tensor) -> None:
 
 def backend_name(value: object) -> str:
     if not isinstance(value, str):
-        raise InvalidType(
-            f"backend: got {type(value).__name__}, accepted is 'auto' or a name from pagedkern.backends()"
-        )
+        raise InvalidType(f"backend: got {type(value).__name__}, expected 'auto' or a name from pagedkern.backends()")
     return value

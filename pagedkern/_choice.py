@@ -34,18 +34,18 @@ def encode_config(config: Config | Mapping[str, object] | None, backend: str) ->
     if config is None:
         return ""
     if backend == "auto":
-        raise InvalidArgument("config: got a configuration with backend='auto', accepted is one for a named backend")
+        raise InvalidArgument("config: got a configuration with backend='auto', expected one for a named backend")
     if isinstance(config, Config):
         config = config.to_dict()
     if not isinstance(config, Mapping):
         raise InvalidType(
-            f"config: got {type(config).__name__}, accepted is a config object, a mapping of its fields, or None"
+            f"config: got {type(config).__name__}, expected a config object, a mapping of its fields, or None"
         )
     for name, value in config.items():
         if not isinstance(name, str) or type(value) not in (bool, int, float, str):
-            raise InvalidType(f"config: got {name}={value!r}, accepted is a plain number, name or flag for each field")
+            raise InvalidType(f"config: got {name}={value!r}, expected a plain number, name or flag for each field")
         if type(value) is float and not -math.inf < value < math.inf:
-            raise InvalidArgument(f"config: got {name}={value}, accepted is a finite number")
+            raise InvalidArgument(f"config: got {name}={value}, expected a finite number")
     return repr([(name, config[name]) for name in sorted(config)])
 
 

@@ -1,4 +1,4 @@
-"""The errors that pagedkern raises. Each says which argument is at fault, what was given and what is accepted."""
+"""The errors that pagedkern raises. Each says which argument is at fault, what was given and what was expected."""
 
 from __future__ import annotations
 

@@ -340,7 +340,7 @@ def copy_blocks(
             nothing was written.
     """
     if isinstance(caches, Tensor) or not isinstance(caches, Sequence):
-        raise InvalidType(f"caches: got {type(caches).__name__}, accepted is a list or tuple of tensors")
+        raise InvalidType(f"caches: got {type(caches).__name__}, expected a list or tuple of tensors")
     checked: list[Tensor] = []
     for i, cache in enumerate(caches):
         checked.append(check.tensor(f"caches[{i}]", cache, None, "[num_blocks, ...]", write=True))

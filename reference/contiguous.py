@@ -61,7 +61,7 @@ def reservation(policy: str, prompt: int, output: int, limit: int) -> int:
         return min(limit, prompt + (1 << (output - 1).bit_length()))
     if policy == "oracle":
         return prompt + output
-    raise ValueError(f"policy: got {policy!r}, accepted is 'max', 'pow2' or 'oracle'")
+    raise ValueError(f"policy: got {policy!r}, expected 'max', 'pow2' or 'oracle'")
 
 
 @dataclass

@@ -95,17 +95,17 @@ def test_one_move_reads_before_it_writes() -> None:
         (Plan().add("copy", (0, 1)).add("copy", (-1, 2)), r"source block -1 at place 0"),
         (Plan().add("copy", (0, 1)).add("swap_out", (0, 0), (1, 3)), r"destination block 3 at place 1 .* 0 \.\. 2"),
         (Plan().add("copy", (0, 1)).add("swap_in", (3, 1)), r"source block 3 .* 0 \.\. 2"),
-        (Plan().add("copy", (0, 1)).add("rotate", (0, 1)), r"'rotate', accepted is 'copy' or 'swap_out' or 'swap_in'"),
+        (Plan().add("copy", (0, 1)).add("rotate", (0, 1)), r"'rotate', expected 'copy' or 'swap_out' or 'swap_in'"),
         (Plan([("copy", array("q", [0]), array("q", [1, 2]))]), r"1 sources and 2 destinations"),
         (
             Plan([("copy", array("i", [0]), array("i", [1]))]),
-            r"src of a copy move: got a buffer of format 'i', 1 dimensions, accepted is a contiguous buffer of int64",
+            r"src of a copy move: got a buffer of format 'i', 1 dimensions, expected a contiguous buffer of int64",
         ),
         (Plan().add("copy", (0, 1)).add("copy", (2, 4), (3, 4)), "a copy move that names a destination twice"),
         (Plan().add("copy", (0, 1)).add("swap_in", (0, 4), (1, 4)), "a swap_in move that names a destination twice"),
         (
             Plan([("swap_out", torch.tensor([[0]]), torch.tensor([[1]]))]).add("copy", (0, 1)),
-            "src has 2 dimensions, accepted is an int64 vector",
+            "src has 2 dimensions, expected an int64 vector",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def test_layers_must_agree() -> None:
     k = torch.zeros(5, 4, 3, 8)
     other = torch.zeros(6, 4, 3, 8)
     with pytest.raises(
-        InvalidArgument, match=r"layers\[1\]: got \[6, 4\] blocks and block size.*accepted is those of layer 0"
+        InvalidArgument, match=r"layers\[1\]: got \[6, 4\] blocks and block size.*expected those of layer 0"
     ):
         KVCache.from_layers([(k, k.clone()), (other, other.clone())])
     with pytest.raises(InvalidArgument, match="layers: got no layer"):
@@ -145,7 +145,7 @@ def test_layers_must_agree() -> None:
 
 
 def test_no_layer_of_that_index() -> None:
-    with pytest.raises(InvalidArgument, match=r"index: got 2, accepted is an integer in 0 \.\. 1"):
+    with pytest.raises(InvalidArgument, match=r"index: got 2, expected an integer in 0 \.\. 1"):
         make().layer(2)
     with pytest.raises(InvalidArgument, match="index: got -1"):
         make().layer(-1)
@@ -283,15 +283,15 @@ def test_layers_that_share_a_cache_are_copied_once() -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (None, "plan: got NoneType, accepted is a Step or Plan"),
-        (Plan([("copy", [0], [1])]), "src of a copy move: got list, accepted is a contiguous buffer of int64"),
+        (None, "plan: got NoneType, expected a Step or Plan"),
+        (Plan([("copy", [0], [1])]), "src of a copy move: got list, expected a contiguous buffer of int64"),
         (Plan([("copy", torch.tensor([0.5]), torch.tensor([1.0]))]), r"src of a copy move: got dtype torch.float32"),
         (
             Plan([("copy", memoryview(array("q", [0, 1, 2]))[::2], array("q", [1, 2]))]),
-            "got a strided buffer, accepted is a contiguous",
+            "got a strided buffer, expected a contiguous",
         ),
-        (Plan([("copy",)]), r"plan: moves: accepted are tuples \(kind, src, dst\)"),  # type: ignore[list-item]
-        (Plan(None), "plan: moves: accepted are tuples"),  # type: ignore[arg-type]
+        (Plan([("copy",)]), r"plan: moves: expected tuples \(kind, src, dst\)"),  # type: ignore[list-item]
+        (Plan(None), "plan: moves: expected tuples"),  # type: ignore[arg-type]
         (Plan([(["copy"], array("q", [0]), array("q", [1]))]), r"a move of kind \['copy'\]"),
     ],
 )
@@ -329,7 +329,7 @@ def test_positions_of_a_handmade_step() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("block_table", [[0, 1]], "step: block_table: got list, accepted is a contiguous buffer of int32"),
+        ("block_table", [[0, 1]], "step: block_table: got list, expected a contiguous buffer of int32"),
         ("block_table", torch.tensor([[0, 1]]), "step: block_table: got Tensor"),
         ("block_table", array("q", [0, 1]), "step: block_table: got a buffer of format 'q'"),
         ("block_table", array("f", [0, 1]), "step: block_table: got a buffer of format 'f'"),
@@ -367,13 +367,11 @@ def test_an_allocator_of_other_blocks() -> None:
     before = fill(cache)
     for made in (step, scheduler.schedule()):
         assert made.block_size == 8
-        with pytest.raises(
-            InvalidArgument, match=r"step: got one for blocks of 8 tokens, accepted is .* 4, as the cache"
-        ):
+        with pytest.raises(InvalidArgument, match=r"step: got one for blocks of 8 tokens, expected .* 4, as the cache"):
             cache.inputs(made)
     allocator.commit(step)
     out = allocator.swap_out([seq])
-    with pytest.raises(InvalidArgument, match=r"plan: got one for blocks of 8 tokens, accepted is .* 4, as the cache"):
+    with pytest.raises(InvalidArgument, match=r"plan: got one for blocks of 8 tokens, expected .* 4, as the cache"):
         cache.apply(Plan().add("copy", (0, 1)), out)
     assert all(
         torch.equal(old, new) for old, new in zip(before, [x for i in range(2) for x in cache.layer(i)], strict=True)
@@ -389,9 +387,9 @@ def test_an_allocator_of_more_blocks() -> None:
     scheduler.add([1, 2, 3], max_tokens=1)
     for made in (step, scheduler.schedule()):
         assert made.num_blocks == 7
-        with pytest.raises(InvalidArgument, match=r"step: got one for a pool of 7 blocks, accepted is .* at most 6"):
+        with pytest.raises(InvalidArgument, match=r"step: got one for a pool of 7 blocks, expected .* at most 6"):
             cache.inputs(made)
-        with pytest.raises(InvalidArgument, match=r"plan: got one for a pool of 7 blocks, accepted is .* at most 6"):
+        with pytest.raises(InvalidArgument, match=r"plan: got one for a pool of 7 blocks, expected .* at most 6"):
             cache.apply(made)
     fewer = BlockAllocator(5, 4)
     step = fewer.prefill([fewer.create([1, 2, 3])])
@@ -400,7 +398,7 @@ def test_an_allocator_of_more_blocks() -> None:
 
 
 def test_what_is_no_step() -> None:
-    with pytest.raises(InvalidType, match="step: got NoneType, accepted is a Step or Batch"):
+    with pytest.raises(InvalidType, match="step: got NoneType, expected a Step or Batch"):
         make().inputs(None)
 
 
@@ -421,7 +419,7 @@ def test_what_is_no_layer() -> None:
     k = torch.zeros(2, 4, 1, 8)
     with pytest.raises(InvalidArgument, match="layers: got NoneType"):
         KVCache.from_layers(None)
-    with pytest.raises(InvalidArgument, match=r"layers\[0\]: got Tensor, accepted is a pair"):
+    with pytest.raises(InvalidArgument, match=r"layers\[0\]: got Tensor, expected a pair"):
         KVCache.from_layers([k, k])
     with pytest.raises(InvalidArgument, match=r"layers\[0\]: v_cache: got dtype"):
         KVCache.from_layers([(k, k.half())])
@@ -429,10 +427,10 @@ def test_what_is_no_layer() -> None:
 
 def test_sizes_beyond_block_ids() -> None:
     with pytest.raises(
-        InvalidArgument, match="num_blocks: got 1180591620717411303424, accepted is an integer >= 1, at most"
+        InvalidArgument, match="num_blocks: got 1180591620717411303424, expected an integer >= 1, at most"
     ):
         KVCache(1, 2**70, 4, 1, 8, dtype=torch.float32, device="cpu")
-    with pytest.raises(InvalidArgument, match="device: got 'xpu', accepted is a torch device of this machine"):
+    with pytest.raises(InvalidArgument, match="device: got 'xpu', expected a torch device of this machine"):
         KVCache(1, 2, 4, 1, 8, dtype=torch.float32, device="xpu")
-    with pytest.raises(InvalidArgument, match=r"destination block 0 .* accepted is none: the host pool is empty"):
+    with pytest.raises(InvalidArgument, match=r"destination block 0 .* expected none: the host pool is empty"):
         KVCache(1, 2, 4, 1, 8, dtype=torch.float32, device="cpu").apply(Plan().add("swap_out", (0, 0)))

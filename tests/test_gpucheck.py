@@ -70,13 +70,13 @@ def test_without_a_backend_nothing_is_checked_and_that_is_a_problem(
 def test_a_part_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         __main__.main(["--parts", "agreement,abacus"])
-    assert "got 'abacus', accepted are agreement, " in capsys.readouterr().err
+    assert "got 'abacus', expected agreement, " in capsys.readouterr().err
 
 
 def test_a_backend_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         __main__.main(["--backends", "cpu,abacus"])
-    assert "got 'abacus', accepted are triton, cupy, " in capsys.readouterr().err
+    assert "got 'abacus', expected triton, cupy, " in capsys.readouterr().err
 
 
 def test_a_backend_that_cannot_run_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

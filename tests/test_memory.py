@@ -125,8 +125,8 @@ def test_copying_a_cache_that_is_named_twice() -> None:
     [
         ({"scale": "0.5"}, "scale: got str"),
         ({"scale": 10**400}, "scale: got an integer beyond float64"),
-        ({"sliding_window": 2**63}, "sliding_window: got 9223372036854775808, accepted is .* at most"),
-        ({"backend": "cpu", "config": {"span": float("nan")}}, "config: got span=nan, accepted is a finite number"),
+        ({"sliding_window": 2**63}, "sliding_window: got 9223372036854775808, expected .* at most"),
+        ({"backend": "cpu", "config": {"span": float("nan")}}, "config: got span=nan, expected a finite number"),
         ({"backend": "cpu", "config": {"x;y=1": 2}}, "config: got an unknown field 'x;y=1'"),
         ({"backend": "cpu", "config": {"span": "a'b"}}, "config"),
     ],

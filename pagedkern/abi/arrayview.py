@@ -83,10 +83,10 @@ def checked(
     if shape and strides[-1] != 1 and shape[-1] > 1 and 0 not in shape:
         raise InvalidArgument(
             f"{name}: got a last dimension with a stride of {strides[-1]} elements (shape {shape}, strides {strides}), "
-            "accepted is a stride of 1 (contiguous in the last dimension)"
+            "expected a stride of 1 (contiguous in the last dimension)"
         )
     if not ptr and 0 not in shape:
-        raise InvalidArgument(f"{name}: got an array of shape {shape} without memory, accepted is one with an address")
+        raise InvalidArgument(f"{name}: got an array of shape {shape} without memory, expected one with an address")
     return ArrayView(ptr, dtype, shape, strides, device_type, device_id, read_only, stream, owner)
 
 
@@ -102,7 +102,7 @@ def element_strides(name: str, byte_strides: tuple[int, ...], itemsize: int) -> 
     """Strides in elements; raises `InvalidArgument` if one is no whole number of elements."""
     if any(s % itemsize for s in byte_strides):
         raise InvalidArgument(
-            f"{name}: got strides of {byte_strides} bytes, accepted are multiples of the element's {itemsize} bytes"
+            f"{name}: got strides of {byte_strides} bytes, expected multiples of the element's {itemsize} bytes"
         )
     return tuple(s // itemsize for s in byte_strides)
 
@@ -118,11 +118,11 @@ def sized_dtype(name: str, kind: str, itemsize: int, order: str, given: str) -> 
         raise unknown_dtype(name, given)
     if itemsize > 1 and order in ("<" if sys.byteorder == "big" else ">!"):
         raise InvalidArgument(
-            f"{name}: got {given} in foreign byte order, accepted is this machine's ({sys.byteorder}-endian)"
+            f"{name}: got {given} in foreign byte order, expected this machine's ({sys.byteorder}-endian)"
         )
     return dtype
 
 
 def unknown_dtype(name: str, given: str) -> InvalidArgument:
     """The error for a dtype that the ABI does not know."""
-    return InvalidArgument(f"{name}: got dtype {given}, accepted are {', '.join(ITEMSIZE)}")
+    return InvalidArgument(f"{name}: got dtype {given}, expected {', '.join(ITEMSIZE)}")

@@ -120,7 +120,7 @@ def validate(
             None.
 
     Raises:
-        InvalidArgument (InvalidType): names the argument, what was given and what is accepted.
+        InvalidArgument (InvalidType): names the argument, what was given and what was expected.
     """
     given = {
         "k_cache": k_cache,
@@ -135,11 +135,11 @@ def validate(
     }
     views = {name: describe(obj, name) for name, obj in given.items() if obj is not None}
     if not views:
-        raise InvalidArgument("block_table, slot_mapping, k_cache: got None for every array, accepted is at least one")
+        raise InvalidArgument("block_table, slot_mapping, k_cache: got None for every array, expected at least one")
     for name in views:
         for other in _NEEDS.get(name, ()):
             if other not in views:
-                raise InvalidArgument(f"{other}: got None although {name} is given, accepted is an array")
+                raise InvalidArgument(f"{other}: got None although {name} is given, expected an array")
     numbers = {}
     if block_size is not None:
         numbers["block_size"] = count(block_size, "block_size", at_least=1)
@@ -175,7 +175,7 @@ def validate(
 def check_batch(batch: object) -> None:
     """Raises `InvalidType` for what `validate` has not made."""
     if not isinstance(batch, Batch):
-        raise InvalidType(f"batch: got {type_name(batch)}, accepted is a Batch, which `validate` returns")
+        raise InvalidType(f"batch: got {type_name(batch)}, expected a Batch, which `validate` returns")
 
 
 def count(value: object, name: str, *, at_least: int = 0, at_most: int = 2**63 - 1) -> int:
@@ -185,27 +185,27 @@ def count(value: object, name: str, *, at_least: int = 0, at_most: int = 2**63 -
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
-        raise InvalidType(f"{name}: got {type_name(value)} {value!r}, accepted is an int")
+        raise InvalidType(f"{name}: got {type_name(value)} {value!r}, expected an int")
     if not at_least <= number <= at_most:
-        raise InvalidArgument(f"{name}: got {number}, accepted is {at_least} to {at_most}")
+        raise InvalidArgument(f"{name}: got {number}, expected {at_least} to {at_most}")
     return number
 
 
 def _check_array(name: str, view: ArrayView, rule: _Rule) -> None:
     """One array by itself."""
     if view.dtype not in rule.dtypes:
-        raise InvalidArgument(f"{name}: got dtype {view.dtype}, accepted is {' or '.join(rule.dtypes)}")
+        raise InvalidArgument(f"{name}: got dtype {view.dtype}, expected {' or '.join(rule.dtypes)}")
     if len(view.shape) != len(rule.dims):
-        raise InvalidArgument(f"{name}: got shape {view.shape}, accepted is [{', '.join(rule.dims)}]")
+        raise InvalidArgument(f"{name}: got shape {view.shape}, expected [{', '.join(rule.dims)}]")
     if view.ptr % view.itemsize and 0 not in view.shape:
-        raise InvalidArgument(f"{name}: got address {view.ptr:#x}, accepted is a multiple of {view.itemsize} bytes")
+        raise InvalidArgument(f"{name}: got address {view.ptr:#x}, expected a multiple of {view.itemsize} bytes")
     if rule.written:
         if view.read_only:
-            raise InvalidArgument(f"{name}: got read-only memory, accepted is memory that can be written")
+            raise InvalidArgument(f"{name}: got read-only memory, expected memory that can be written")
         if overlaps_itself(view):
             raise InvalidArgument(
                 f"{name}: got elements that share memory (shape {view.shape}, strides {view.strides}), "
-                "accepted are strides that keep them apart"
+                "expected strides that keep them apart"
             )
 
 
@@ -217,11 +217,11 @@ def _sizes(views: dict[str, ArrayView], numbers: dict[str, int]) -> dict[str, in
             sizes["num_seqs + 1"] = sizes["num_seqs"] + 1
         for dim, length in zip(_RULES[name].dims, view.shape, strict=True):
             if length < 1 and dim in _AT_LEAST_ONE:
-                raise InvalidArgument(f"{name}: got {dim} {length} (shape {view.shape}), accepted is at least 1")
+                raise InvalidArgument(f"{name}: got {dim} {length} (shape {view.shape}), expected at least 1")
             if sizes.setdefault(dim, length) != length:
                 source = dim if dim in numbers else _source(dim.removesuffix(" + 1"), views)
                 raise InvalidArgument(
-                    f"{name}: got {dim} {length} (shape {view.shape}), accepted is {sizes[dim]} as in {source}"
+                    f"{name}: got {dim} {length} (shape {view.shape}), expected {sizes[dim]} as in {source}"
                 )
     return sizes
 
@@ -244,7 +244,7 @@ def _common_device(views: dict[str, ArrayView]) -> tuple[int, int]:
         both_known = view.device_id >= 0 and device_id >= 0
         if view.device_type != device_type or (both_known and view.device_id != device_id):
             raise InvalidArgument(
-                f"{name}: got an array on {view.device}, accepted is {device_name(device_type, device_id)}, "
+                f"{name}: got an array on {view.device}, expected {device_name(device_type, device_id)}, "
                 f"where {first} is"
             )
         if device_id < 0:
@@ -255,33 +255,29 @@ def _common_device(views: dict[str, ArrayView]) -> tuple[int, int]:
 def _check_together(views: dict[str, ArrayView], sizes: dict[str, int]) -> None:
     """The rules that join several arrays."""
     if "block_size" not in sizes:
-        raise InvalidArgument("block_size: got None and no caches to take it from, accepted is an int of at least 1")
+        raise InvalidArgument("block_size: got None and no caches to take it from, expected an int of at least 1")
     if sizes.get("num_blocks", 0) > 2**31 - 1:
-        raise InvalidArgument(
-            f"k_cache: got {sizes['num_blocks']} blocks, accepted is at most 2^31 - 1 (ids are int32)"
-        )
+        raise InvalidArgument(f"k_cache: got {sizes['num_blocks']} blocks, expected at most 2^31 - 1 (ids are int32)")
     if "k_cache" in views and views["v_cache"].dtype != views["k_cache"].dtype:
         raise InvalidArgument(
-            f"v_cache: got dtype {views['v_cache'].dtype}, accepted is that of k_cache, {views['k_cache'].dtype}"
+            f"v_cache: got dtype {views['v_cache'].dtype}, expected that of k_cache, {views['k_cache'].dtype}"
         )
     heads, kv_heads = sizes.get("num_heads", 0), sizes.get("num_kv_heads", 1)
     if heads % kv_heads:
-        raise InvalidArgument(f"q: got {heads} heads, accepted is a multiple of the {kv_heads} KV heads of k_cache")
+        raise InvalidArgument(f"q: got {heads} heads, expected a multiple of the {kv_heads} KV heads of k_cache")
     if "out" in views and views["out"].dtype != views["q"].dtype:
-        raise InvalidArgument(f"out: got dtype {views['out'].dtype}, accepted is that of q, {views['q'].dtype}")
+        raise InvalidArgument(f"out: got dtype {views['out'].dtype}, expected that of q, {views['q'].dtype}")
     if "block_table" in views and "cu_seqlens_q" not in views:
         num_seqs, num_tokens = sizes["num_seqs"], sizes.get("num_tokens")
         if num_tokens not in (None, num_seqs):
             raise InvalidArgument(
-                f"{_source('num_tokens', views)}: got {num_tokens} tokens, accepted is {num_seqs}: one for each "
+                f"{_source('num_tokens', views)}: got {num_tokens} tokens, expected {num_seqs}: one for each "
                 "sequence of block_table, as cu_seqlens_q is None"
             )
     if "slot_mapping" in views:  # new tokens are written to the caches
         for name in ("k_cache", "v_cache"):
             if name in views and views[name].read_only:
-                raise InvalidArgument(
-                    f"{name}: got read-only memory although slot_mapping is given, accepted is writable"
-                )
+                raise InvalidArgument(f"{name}: got read-only memory although slot_mapping is given, expected writable")
 
 
 def _source(dim: str, views: dict[str, ArrayView]) -> str:

@@ -71,7 +71,7 @@ def view(obj: object, name: str) -> ArrayView:
         raise InvalidArgument(f"{name}: got {type(obj).__name__}, which exports no buffer: {error}") from error
     raw = export.raw
     if raw.suboffsets:
-        raise InvalidArgument(f"{name}: got a buffer with indirect rows (suboffsets), accepted is plain strided memory")
+        raise InvalidArgument(f"{name}: got a buffer with indirect rows (suboffsets), expected plain strided memory")
     form = raw.format.decode() if raw.format else "B"
     order, letter = (form[0], form[1:]) if form[:1] in "@=<>!" else ("@", form)
     # The size is the exporter's: ctypes writes "<l" for a long of 8 bytes.

@@ -36,22 +36,22 @@ def _check_cu_seqlens(batch: Batch) -> None:
         return
     cu = numbers(on_host(batch.cu_seqlens_q, "cu_seqlens_q"))
     if cu[0] != 0:
-        raise BlockIndexError(f"cu_seqlens_q: got {cu[0]} at position 0, accepted is 0")
+        raise BlockIndexError(f"cu_seqlens_q: got {cu[0]} at position 0, expected 0")
     for i in range(batch.num_seqs):
         q_len = cu[i + 1] - cu[i]
         if q_len < 0:
             raise BlockIndexError(
                 f"cu_seqlens_q: got {cu[i + 1]} at position {i + 1} after {cu[i]} (sequence {i}), "
-                "accepted are prefix sums, which never fall"
+                "expected prefix sums, which never fall"
             )
         if q_len > batch.max_seqlen_q > 0:
             raise BlockIndexError(
                 f"cu_seqlens_q: got {q_len} query tokens for sequence {i} (positions {i} and {i + 1} hold {cu[i]} and "
-                f"{cu[i + 1]}), accepted is at most max_seqlen_q = {batch.max_seqlen_q}"
+                f"{cu[i + 1]}), expected at most max_seqlen_q = {batch.max_seqlen_q}"
             )
     if (batch.q or batch.slot_mapping) is not None and cu[batch.num_seqs] > batch.num_tokens:
         raise BlockIndexError(
-            f"cu_seqlens_q: got {cu[batch.num_seqs]} at position {batch.num_seqs}, accepted is at most the "
+            f"cu_seqlens_q: got {cu[batch.num_seqs]} at position {batch.num_seqs}, expected at most the "
             f"{batch.num_tokens} tokens of {'q' if batch.q is not None else 'slot_mapping'}"
         )
 
@@ -64,7 +64,7 @@ def _check_seq_lens(batch: Batch) -> None:
     if lens and not 0 <= min(lens) <= max(lens) <= longest:
         i = next(i for i, n in enumerate(lens) if not 0 <= n <= longest)
         raise BlockIndexError(
-            f"seq_lens: got {lens[i]} for sequence {i}, accepted is 0 to {longest}: block_table has {batch.width} "
+            f"seq_lens: got {lens[i]} for sequence {i}, expected 0 to {longest}: block_table has {batch.width} "
             f"entries a row, of {batch.block_size} tokens each"
         )
 
@@ -86,7 +86,7 @@ def _check_block_table(batch: Batch, window: int | None) -> None:
         if position is not None:
             raise BlockIndexError(
                 f"block_table: got {used[position]} for sequence {i} at position {first + position}, "
-                f"accepted is {_bounds(0, batch.num_blocks)}; seq_lens[{i}] = {seq_len} uses positions {first} to "
+                f"expected {_bounds(0, batch.num_blocks)}; seq_lens[{i}] = {seq_len} uses positions {first} to "
                 f"{first + len(used) - 1}"
             )
 
@@ -100,7 +100,7 @@ def _check_slots(batch: Batch) -> None:
     if position is not None:
         raise BlockIndexError(
             f"slot_mapping: got {slots[position]} at position {position}{_sequence_of(batch, position)}, "
-            f"accepted is {_bounds(-1, limit)} (-1 = write nothing)"
+            f"expected {_bounds(-1, limit)} (-1 = write nothing)"
         )
 
 

@@ -52,19 +52,17 @@ def to_csr(block_table: object, seq_lens: object, block_size: int) -> CSR:
     lens_view = index_array(seq_lens, "seq_lens", "int32", 1)
     num_seqs, width = table.shape
     if lens_view.shape[0] != num_seqs:
-        raise InvalidArgument(
-            f"seq_lens: got shape {lens_view.shape}, accepted is ({num_seqs},): the rows of block_table"
-        )
+        raise InvalidArgument(f"seq_lens: got shape {lens_view.shape}, expected ({num_seqs},): the rows of block_table")
     lens = numbers(lens_view)
     csr = CSR(array("i", [0]), array("i"), array("i"))
     for i, seq_len in enumerate(lens):
         if not 0 <= seq_len <= width * size:
-            raise BlockIndexError(f"seq_lens: got {seq_len} for sequence {i}, accepted is 0 to {width * size}")
+            raise BlockIndexError(f"seq_lens: got {seq_len} for sequence {i}, expected 0 to {width * size}")
         used = numbers(table, i)[: -(-seq_len // size)]
         if used and min(used) < 0:
             position = next(j for j, block in enumerate(used) if block < 0)
             raise BlockIndexError(
-                f"block_table: got {used[position]} for sequence {i} at position {position}, accepted is 0 or more"
+                f"block_table: got {used[position]} for sequence {i} at position {position}, expected 0 or more"
             )
         csr.indices.frombytes(used.cast("B"))
         csr.indptr.append(len(csr.indices))
@@ -99,16 +97,16 @@ def from_csr(
     num_seqs, filler = len(last), count(fill, "fill", at_least=-(2**31), at_most=2**31 - 1)
     if len(ptr) != num_seqs + 1:
         raise InvalidArgument(
-            f"indptr: got {len(ptr)} elements, accepted is {num_seqs + 1}: one more than last_page_len has"
+            f"indptr: got {len(ptr)} elements, expected {num_seqs + 1}: one more than last_page_len has"
         )
     if ptr[0] != 0:
-        raise BlockIndexError(f"indptr: got {ptr[0]} at position 0, accepted is 0")
+        raise BlockIndexError(f"indptr: got {ptr[0]} at position 0, expected 0")
     seq_lens = array("i", (_seq_len(i, ptr, ids, last, size) for i in range(num_seqs)))
     longest = max((ptr[i + 1] - ptr[i] for i in range(num_seqs)), default=0)
     if width is None:
         width = max(longest, 1)
     elif count(width, "width", at_least=1) < longest:
-        raise InvalidArgument(f"width: got {width}, accepted is at least {longest}: the blocks of the longest sequence")
+        raise InvalidArgument(f"width: got {width}, expected at least {longest}: the blocks of the longest sequence")
     if num_seqs == 0:  # `cast` makes no empty shapes
         return Table(memoryview((ctypes.c_int32 * width * 0)()), seq_lens)
     flat = memoryview(array("i", [filler]) * (num_seqs * width))
@@ -122,16 +120,16 @@ def _seq_len(i: int, ptr: memoryview[int], ids: memoryview[int], last: memoryvie
     blocks = ptr[i + 1] - ptr[i]
     if blocks < 0 or ptr[i + 1] > len(ids):
         raise BlockIndexError(
-            f"indptr: got {ptr[i + 1]} at position {i + 1} (sequence {i}), accepted is {ptr[i]} to {len(ids)}: "
+            f"indptr: got {ptr[i + 1]} at position {i + 1} (sequence {i}), expected {ptr[i]} to {len(ids)}: "
             "prefix sums never fall, nor pass the end of indices"
         )
     accepted = (0, size) if blocks == 0 else range(1, size + 1)
     if last[i] not in accepted:
         bounds = f"0 or {size}" if blocks == 0 else f"1 to {size}"
-        raise BlockIndexError(f"last_page_len: got {last[i]} for sequence {i} of {blocks} blocks, accepted is {bounds}")
+        raise BlockIndexError(f"last_page_len: got {last[i]} for sequence {i} of {blocks} blocks, expected {bounds}")
     seq_len = size * (blocks - 1) + last[i] if blocks else 0
     if seq_len >= 2**31:
         raise BlockIndexError(
-            f"indptr: got {blocks} blocks of {size} tokens for sequence {i}, accepted are at most 2^31 - 1 tokens"
+            f"indptr: got {blocks} blocks of {size} tokens for sequence {i}, expected at most 2^31 - 1 tokens"
         )
     return seq_len

@@ -109,9 +109,9 @@ def view(obj: Any, name: str, stream: int | None) -> ArrayView:
     read_only = False
     if isinstance(record, DLManagedTensorVersioned):
         if record.major != _VERSION[0]:
-            raise InvalidArgument(f"{name}: got DLPack version {record.major}.{record.minor}, accepted is 1.x")
+            raise InvalidArgument(f"{name}: got DLPack version {record.major}.{record.minor}, expected 1.x")
         if record.flags & _IS_COPIED:
-            raise InvalidArgument(f"{name}: its exporter made a copy, accepted is memory that can be shared")
+            raise InvalidArgument(f"{name}: its exporter made a copy, expected memory that can be shared")
         read_only = bool(record.flags & _READ_ONLY)
     tensor: DLTensor = record.tensor
     key = (tensor.dtype_code, tensor.dtype_bits)
@@ -131,7 +131,7 @@ def _capsule(obj: Any, name: str, stream: int | None) -> object:
         device_type, _ = map(operator.index, device)  # JAX and NumPy give an IntEnum, which is an int
     except (TypeError, ValueError) as error:
         raise InvalidArgument(
-            f"{name}: its __dlpack_device__ returned {device!r}, accepted are two integers: device type and id"
+            f"{name}: its __dlpack_device__ returned {device!r}, expected two integers: device type and id"
         ) from error
     where = {"stream": stream} if device_type in _WITH_STREAM else {}
     try:
@@ -147,4 +147,4 @@ def _consume(capsule: object, name: str, exporter: object) -> _Managed:
             managed = _Managed(ptr, layout.from_address(ptr), exporter)
             _set_name(capsule, used)
             return managed
-    raise InvalidArgument(f"{name}: its __dlpack__ returned {capsule!r}, accepted is a DLPack capsule not yet consumed")
+    raise InvalidArgument(f"{name}: its __dlpack__ returned {capsule!r}, expected a DLPack capsule not yet consumed")

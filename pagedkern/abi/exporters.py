@@ -37,7 +37,7 @@ def describe(obj: object, name: str, *, stream: int | None = None) -> ArrayView:
     if isinstance(obj, ArrayView):
         return obj
     if isinstance(obj, type):  # a class has the methods, but no array
-        raise InvalidType(f"{name}: got the class {obj.__qualname__}, accepted is {ACCEPTED}")
+        raise InvalidType(f"{name}: got the class {obj.__qualname__}, expected {ACCEPTED}")
     declined = None
     if hasattr(obj, "__dlpack__") and hasattr(obj, "__dlpack_device__"):
         try:
@@ -50,7 +50,7 @@ def describe(obj: object, name: str, *, stream: int | None = None) -> ArrayView:
         return buffers.view(obj, name)
     if declined is not None:
         raise InvalidArgument(f"{name}: got {type_name(obj)}, which refuses to export: {declined}") from declined
-    raise InvalidType(f"{name}: got {type_name(obj)}, accepted is {ACCEPTED}")
+    raise InvalidType(f"{name}: got {type_name(obj)}, expected {ACCEPTED}")
 
 
 def type_name(obj: object) -> str:
@@ -67,11 +67,11 @@ _TORCH_DEVICE_TYPES = {"cpu": DEVICE_CPU, "cuda": DEVICE_CUDA, "mps": 8, "xpu": 
 
 def _from_torch(t: Any, name: str, torch: Any) -> ArrayView:
     if t.layout is not torch.strided:
-        raise InvalidArgument(f"{name}: got a tensor of layout {t.layout}, accepted is torch.strided")
+        raise InvalidArgument(f"{name}: got a tensor of layout {t.layout}, expected torch.strided")
     dtype = _torch_dtypes.get(t.dtype) or _torch_dtype(t, name)
     device_type, device_id = _torch_devices.get(t.device) or _torch_device(t, name, torch)
     if t.is_neg():
-        raise InvalidArgument(f"{name}: got a lazily negated tensor, accepted is one resolved in memory (resolve_neg)")
+        raise InvalidArgument(f"{name}: got a lazily negated tensor, expected one resolved in memory (resolve_neg)")
     try:
         ptr = t.data_ptr()
     except RuntimeError as error:  # fake tensors, and the wrappers of torch.func
@@ -91,7 +91,7 @@ def _torch_dtype(t: Any, name: str) -> str:
 def _torch_device(t: Any, name: str, torch: Any) -> tuple[int, int]:
     kind, index = t.device.type, t.device.index
     if kind not in _TORCH_DEVICE_TYPES:
-        raise InvalidArgument(f"{name}: got a tensor on {t.device}, accepted are {', '.join(_TORCH_DEVICE_TYPES)}")
+        raise InvalidArgument(f"{name}: got a tensor on {t.device}, expected {', '.join(_TORCH_DEVICE_TYPES)}")
     device_type = DEVICE_ROCM if kind == "cuda" and torch.version.hip else _TORCH_DEVICE_TYPES[kind]
     _torch_devices[t.device] = device_type, index or 0
     return device_type, index or 0
@@ -116,9 +116,9 @@ def _from_cuda(obj: object, name: str, interface: Any) -> ArrayView:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise InvalidArgument(f"{name}: its __cuda_array_interface__ is malformed ({error!r}): {interface}") from error
     if interface.get("mask") is not None:
-        raise InvalidArgument(f"{name}: got a masked array, accepted is one without a mask")
+        raise InvalidArgument(f"{name}: got a masked array, expected one without a mask")
     if stream == 0:
-        raise InvalidArgument(f"{name}: its __cuda_array_interface__ names stream 0, accepted are 1, 2 and handles")
+        raise InvalidArgument(f"{name}: its __cuda_array_interface__ names stream 0, expected 1, 2 and handles")
     dtype = sized_dtype(name, _CUDA_KINDS.get(kind, ""), itemsize, order, f"typestr {typestr!r}")
     strides = contiguous_strides(shape) if byte_strides is None else element_strides(name, byte_strides, itemsize)
     device_id = _cuda_index(obj)

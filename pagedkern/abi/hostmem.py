@@ -13,9 +13,9 @@ def index_array(obj: object, name: str, dtype: str, ndim: int) -> ArrayView:
     """Describe an index array that must be on the host. Raises `InvalidType` or `InvalidArgument`."""
     view = describe(obj, name)
     if view.dtype != dtype:
-        raise InvalidArgument(f"{name}: got dtype {view.dtype}, accepted is {dtype}")
+        raise InvalidArgument(f"{name}: got dtype {view.dtype}, expected {dtype}")
     if view.ndim != ndim:
-        raise InvalidArgument(f"{name}: got shape {view.shape}, accepted are {ndim} dimension{'s' * (ndim > 1)}")
+        raise InvalidArgument(f"{name}: got shape {view.shape}, expected {ndim} dimension{'s' * (ndim > 1)}")
     return on_host(view, name)
 
 
@@ -23,7 +23,7 @@ def on_host(view: ArrayView, name: str) -> ArrayView:
     """The view itself; raises `InvalidArgument` if its memory cannot be read here."""
     if not view.on_host:
         raise InvalidArgument(
-            f"{name}: got an array on {view.device}, accepted is one in host memory: copy it there first (to read it "
+            f"{name}: got an array on {view.device}, expected one in host memory: copy it there first (to read it "
             "here would wait for the device)"
         )
     return view

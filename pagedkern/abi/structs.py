@@ -153,13 +153,13 @@ def to_params(
             caches are quantized.
 
     Raises:
-        InvalidArgument (InvalidType): names the argument, what was given and what is accepted.
+        InvalidArgument (InvalidType): names the argument, what was given and what was expected.
     """
     check_batch(batch)
     if batch.q is None:
-        raise InvalidArgument("batch: got one without q, accepted is one that asks for attention")
+        raise InvalidArgument("batch: got one without q, expected one that asks for attention")
     if not isinstance(causal, bool):
-        raise InvalidType(f"causal: got {type_name(causal)} {causal!r}, accepted is True or False")
+        raise InvalidType(f"causal: got {type_name(causal)} {causal!r}, expected True or False")
     arrays = {
         "alibi_slopes": _floats(batch, alibi_slopes, "alibi_slopes", "num_heads", batch.num_heads),
         "sinks": _floats(batch, sinks, "sinks", "num_heads", batch.num_heads),
@@ -182,14 +182,14 @@ def to_params(
 def _real(value: object, name: str, *, positive: bool = False) -> float:
     """A finite host number that float32 can hold."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidType(f"{name}: got {type_name(value)}, accepted is a number")
+        raise InvalidType(f"{name}: got {type_name(value)}, expected a number")
     try:
         number = ctypes.c_float(float(value)).value
     except OverflowError:  # an integer or fraction that float64 cannot hold
         number = math.inf
     if not math.isfinite(number) or (positive and number <= 0):
         accepted = "a finite float32 greater than 0" if positive else "a finite float32"
-        raise InvalidArgument(f"{name}: got {_short(value)}, accepted is {accepted}")
+        raise InvalidArgument(f"{name}: got {_short(value)}, expected {accepted}")
     return number
 
 
@@ -208,12 +208,12 @@ def _floats(batch: Batch, obj: object, name: str, dim: str, length: int) -> Arra
         return None
     view = describe(obj, name)
     if view.dtype != "float32":
-        raise InvalidArgument(f"{name}: got dtype {view.dtype}, accepted is float32")
+        raise InvalidArgument(f"{name}: got dtype {view.dtype}, expected float32")
     if view.shape != (length,):
-        raise InvalidArgument(f"{name}: got shape {view.shape}, accepted is ({length},): {dim}")
+        raise InvalidArgument(f"{name}: got shape {view.shape}, expected ({length},): {dim}")
     both_known = view.device_id >= 0 and batch.device_id >= 0
     if view.device_type != batch.device_type or (both_known and view.device_id != batch.device_id):
-        raise InvalidArgument(f"{name}: got an array on {view.device}, accepted is {batch.device}, where the batch is")
+        raise InvalidArgument(f"{name}: got an array on {view.device}, expected {batch.device}, where the batch is")
     return view
 
 
@@ -223,11 +223,11 @@ def _kv_scale(batch: Batch, obj: object, name: str) -> ArrayView | None:
         dtype = batch.k_cache.dtype if batch.k_cache is not None else None
         given = "an array or number" if obj is not None else "None"
         accepted = "a scale" if batch.quantized else "None"
-        raise InvalidArgument(f"{name}: got {given} for a cache of {dtype}, accepted is {accepted}")
+        raise InvalidArgument(f"{name}: got {given} for a cache of {dtype}, expected {accepted}")
     if isinstance(obj, Real):
         if batch.device_type not in HOST_DEVICES:
             raise InvalidArgument(
-                f"{name}: got a number for a batch on {batch.device}, accepted is a float32 array of shape "
+                f"{name}: got a number for a batch on {batch.device}, expected a float32 array of shape "
                 f"({batch.num_kv_heads},) there"
             )
         return describe(array("f", [_real(obj, name)]) * batch.num_kv_heads, name)

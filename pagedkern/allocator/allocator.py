@@ -92,11 +92,11 @@ class BlockAllocator(Atomic, Facts):
         block_size = integer("block_size", block_size, 1, 2**31 - 1)
         num_host_blocks = integer("num_host_blocks", num_host_blocks, 0, 2**31 - 1)
         if not isinstance(prefix_caching, bool):
-            raise InvalidType(f"prefix_caching: got {prefix_caching!r}, True or False is accepted")
+            raise InvalidType(f"prefix_caching: got {prefix_caching!r}, expected True or False")
         if isinstance(watermark, bool) or not isinstance(watermark, (int, float)):
-            raise InvalidType(f"watermark: got {watermark!r}, a number from 0 to below 1 is accepted")
+            raise InvalidType(f"watermark: got {watermark!r}, expected a number from 0 to below 1")
         if not 0 <= watermark < 1:
-            raise InvalidArgument(f"watermark: got {watermark}, a number from 0 to below 1 is accepted")
+            raise InvalidArgument(f"watermark: got {watermark}, expected a number from 0 to below 1")
         if not callable(clock):
             raise InvalidType(f"clock: got {clock!r}, expected a function that gives seconds")
         super().__init__(Core(num_blocks, num_host_blocks, block_size, prefix_caching, clock))
@@ -363,7 +363,7 @@ class BlockAllocator(Atomic, Facts):
 
     def _flying(self, plan: object) -> Plan:
         if not isinstance(plan, Plan):
-            raise InvalidType(f"plan: got {type(plan).__name__}, a Step or Plan is accepted")
+            raise InvalidType(f"plan: got {type(plan).__name__}, expected a Step or Plan")
         if plan._owner is not self._core.origin:
             if plan._owner is None or plan._owner.is_copy:
                 raise InvalidArgument(f"plan: {plan.id} is a copy, which belongs to no allocator")

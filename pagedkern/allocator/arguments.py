@@ -1,4 +1,4 @@
-"""Checks of what callers pass in. Messages name the argument, what was given and what is accepted."""
+"""Checks of what callers pass in. Messages name the argument, what was given and what was expected."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def integer(name: str, value: object, low: int, high: int | None = None) -> int:
     if type(value) is int and low <= value and (high is None or value <= high):
         return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InvalidType(f"{name}: got {value!r} of type {type(value).__name__}, an int is accepted")
+        raise InvalidType(f"{name}: got {value!r} of type {type(value).__name__}, expected an int")
     number = index(value)
     if number < low or (high is not None and number > high):
-        accepted = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidArgument(f"{name}: got {number}, accepted is {accepted}")
+        accepted = f"at least {low}" if high is None else f"{low} to {high}"
+        raise InvalidArgument(f"{name}: got {number}, expected {accepted}")
     return number
 
 
@@ -102,7 +102,7 @@ def token_ids(name: str, tokens: Tokens) -> array[int]:
     if type(tokens) is not list:
         tokens = unpacked(tokens)
         if isinstance(tokens, (str, bytes, bytearray, Mapping)) or not isinstance(tokens, Iterable):
-            raise InvalidType(f"{name}: got {type(tokens).__name__}, a list or array of token ids is accepted")
+            raise InvalidType(f"{name}: got {type(tokens).__name__}, expected a list or array of token ids")
     try:
         return packed(tokens)
     except TypeError as error:
@@ -149,20 +149,20 @@ def new_tokens(
     if tokens is None:
         return [count] * num_seqs, [None] * num_seqs
     if count != 1:
-        raise InvalidArgument(f"num_tokens: got {count} beside tokens, which say it themselves")
+        raise InvalidArgument(f"num_tokens: got {count} although tokens already sets the count, expected 1")
     single = single_ids(tokens, num_seqs)
     if single is not None:
         return [1] * num_seqs, [(token,) for token in single]
     if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes, bytearray, Mapping)):
-        raise InvalidType(f"tokens: got {type(tokens).__name__}, one id or a list of ids for each sequence is accepted")
+        raise InvalidType(f"tokens: got {type(tokens).__name__}, expected one id or a list of ids for each sequence")
     rows: list[Iterable[int] | None] = []
     counts = []
     for i, new in enumerate(map(unpacked, unpacked(tokens))):
         ids = token_ids(f"tokens[{i}]", new if isinstance(new, Iterable) else [new])
         if not ids:
-            raise InvalidArgument(f"tokens[{i}]: got no id, at least one is accepted")
+            raise InvalidArgument(f"tokens[{i}]: got no id, expected at least one")
         rows.append(ids)
         counts.append(len(ids))
     if len(rows) != num_seqs:
-        raise InvalidArgument(f"tokens: got {len(rows)} entries for {num_seqs} sequences, one for each is accepted")
+        raise InvalidArgument(f"tokens: got {len(rows)} entries for {num_seqs} sequences, expected one for each")
     return counts, rows

@@ -103,7 +103,7 @@ class Cohort(Lockstep):
         core, number, seqs = self._core, self._issued, self.seqs
         size, rows = core.block_size, len(seqs)
         if self._longest + number >= MAX_TOKENS:
-            raise InvalidArgument(f"seqs: {_too_long(self)}, accepted are at most 2^31-1 tokens")
+            raise InvalidArgument(f"seqs: {_too_long(self)}, expected at most 2^31-1 tokens")
         entering = self._calendar.get(number % size, ())
         fresh = core.pool.take(len(entering)) if entering else ()
         step = Step(core.origin, core.last_plan + 1, self.members)

@@ -171,7 +171,7 @@ class Core:
         """What is given as several sequences, if one can iterate over it, as a list of its own."""
         if type(seqs) is list or hasattr(seqs, "__iter__"):
             return list(seqs)
-        raise InvalidType(f"{name}: got {type(seqs).__name__}, a list of Sequence is accepted")
+        raise InvalidType(f"{name}: got {type(seqs).__name__}, expected a list of Sequence")
 
     def own_all(self, seqs: object, state: State = LIVE, saved: int | None = None) -> list[Sequence]:
         """`own` for each sequence of a batch, which must not name one twice.
@@ -303,10 +303,10 @@ class Core:
 def _stale(seq: object, origin: Origin, states: tuple[State, ...], name: str) -> Exception:
     """Why a handle cannot be used."""
     if not isinstance(seq, Sequence):
-        return InvalidType(f"{name}: got {type(seq).__name__}, a Sequence is accepted")
+        return InvalidType(f"{name}: got {type(seq).__name__}, expected a Sequence")
     if seq._owner is None:
         return StaleSequence(f"{name}: sequence {seq.id} is a copy, which belongs to no allocator")
     if seq._owner is not origin:
         return StaleSequence(f"{name}: sequence {seq.id} belongs to another allocator")
     accepted = " or ".join(state.value for state in states)
-    return StaleSequence(f"{name}: sequence {seq.id} is {seq.state}, accepted is one that is {accepted}")
+    return StaleSequence(f"{name}: sequence {seq.id} is {seq.state}, expected one that is {accepted}")

@@ -110,7 +110,7 @@ def _listed(name: str, value: object, length: int | None = None) -> list[Any]:
     """A list, of that many items."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         wanted = "a list" if length is None else f"a list of {length} items"
-        raise InvalidArgument(f"{name}: got {str(value)[:40]}, {wanted} is accepted")
+        raise InvalidArgument(f"{name}: got {str(value)[:40]}, expected {wanted}")
     return value
 
 
@@ -200,7 +200,7 @@ def _put_pool(pool: BlockPool, part: dict[str, Any], next_node: int) -> None:
     for b, parent, ids, node, special in _listed("index.cached", index["cached"]):
         chunk = array("q", _listed("index.cached", ids)).tobytes()
         if len(chunk) != pool.prefix.stride:
-            raise InvalidArgument(f"index.cached: block {b} has {len(ids)} tokens, a full block is accepted")
+            raise InvalidArgument(f"index.cached: block {b} has {len(ids)} tokens, expected a full block")
         block = integer("index.cached", b, 0, last)
         behind = integer("index.cached", parent, 1, next_node - 1)
         chunk += bytes.fromhex(special)
@@ -222,7 +222,7 @@ def _put_sequence(core: Core, item: dict[str, Any], next_node: int) -> None:
     for field in STORED:
         setattr(seq, field, integer(f"{name}: {field[1:]}", item[field[1:]], 0, _MOST.get(field, MAX_TOKENS)))
     if seq._root >= next_node:
-        raise InvalidArgument(f"{name}: root: got {seq._root}, accepted is below {next_node}")
+        raise InvalidArgument(f"{name}: root: got {seq._root}, expected below {next_node}")
     for flag in _FLAGS:
         value = item[flag[1:]]
         if not isinstance(value, bool):

@@ -27,7 +27,7 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
     has changed. O(tokens + blocks touched).
     """
     if sum(ends) > MAX_TOKENS and (total := sum(ends) - sum(s._scheduled for s in seqs)) > MAX_TOKENS:
-        raise InvalidArgument(f"seqs: a step of {total} tokens, accepted are at most 2^31-1 tokens")
+        raise InvalidArgument(f"seqs: a step of {total} tokens, expected at most 2^31-1 tokens")
     rows = [Row(s, s._scheduled, end, s._length, len(s._blocks)) for s, end in zip(seqs, ends, strict=True)]
     if lookahead:
         for row in rows[:growing]:
@@ -107,7 +107,7 @@ def grow(batch: list[Sequence], counts: list[int], ids: list[Iterable[int] | Non
     for seq, count, new in zip(batch, counts, ids, strict=True):
         if seq._length + count > MAX_TOKENS:
             raise InvalidArgument(
-                f"{name}: sequence {seq.id} would have {seq._length + count} tokens, accepted are at most 2^31-1 tokens"
+                f"{name}: sequence {seq.id} would have {seq._length + count} tokens, expected at most 2^31-1 tokens"
             )
         ends.append(seq._length + count)
         if new is not None and seq._root and len(seq._tokens) == seq._length:

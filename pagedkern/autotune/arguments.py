@@ -20,7 +20,7 @@ def seconds(name: str, value: object) -> float:
     found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([smh]?)", value.strip()) if isinstance(value, str) else None
     number = float(value) if not isinstance(value, str) else float(found[1]) * UNITS[found[2]] if found else math.nan
     if not 0 < number < 1e6:
-        raise InvalidArgument(f"{name}: got {value!r}, accepted is a time such as 90, 30s, 1.5m or 1h")
+        raise InvalidArgument(f"{name}: got {value!r}, expected a time such as 90, 30s, 1.5m or 1h")
     return number
 
 
@@ -29,7 +29,7 @@ def count(name: str, value: object) -> int:
     if isinstance(value, str) and value.strip().isdecimal() and len(value) < 20:
         value = int(value)
     if type(value) is not int or not 0 < value < 2**31:
-        raise InvalidArgument(f"{name}: got {value!r}, accepted is a whole number from 1")
+        raise InvalidArgument(f"{name}: got {value!r}, expected a whole number of at least 1")
     return value
 
 
@@ -72,7 +72,7 @@ def backends(name: str, value: object) -> list[str]:
     found = list(value)
     for one in found:
         if one not in registry.names():
-            raise InvalidArgument(f"{name}: got {one!r}, accepted are {', '.join(registry.names())}")
+            raise InvalidArgument(f"{name}: got {one!r}, expected {', '.join(registry.names())}")
     return found
 
 

@@ -271,4 +271,4 @@ def _once(device: str, run: Callable[[], object]) -> float:
 
 def _wrong(out: Tensor, truth: Tensor, tolerance: float) -> str | None:
     error = (out.double() - truth).abs().max().item()
-    return None if error <= tolerance else f"wrong by {error:.1e}, accepted is {tolerance:.1e}"
+    return None if error <= tolerance else f"wrong by {error:.1e}, expected {tolerance:.1e}"

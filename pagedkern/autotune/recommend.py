@@ -106,14 +106,14 @@ def _device(device: str) -> tuple[str, int | None]:
     """Type and number of a device. Raises `InvalidArgument`."""
     kind, colon, number = device.partition(":")
     if kind == "cuda" and not machine.present(kind):
-        raise InvalidArgument(f"device: got {device!r}, accepted is 'cpu': torch finds no GPU")
+        raise InvalidArgument(f"device: got {device!r}, expected 'cpu': torch finds no GPU")
     if kind not in ("cpu", "cuda") or (colon and not number.isdecimal()):
-        raise InvalidArgument(f"device: got {device!r}, accepted is 'cpu', 'cuda' or as 'cuda:1'")
+        raise InvalidArgument(f"device: got {device!r}, expected 'cpu', 'cuda' or as 'cuda:1'")
     if kind == "cpu" or not colon:
         return kind, None
     count = int(sys.modules["torch"].cuda.device_count())
     if int(number) >= count:
-        raise InvalidArgument(f"device: got {device!r}, accepted is 'cuda:0' to 'cuda:{count - 1}'")
+        raise InvalidArgument(f"device: got {device!r}, expected 'cuda:0' to 'cuda:{count - 1}'")
     return kind, int(number)
 
 
@@ -208,18 +208,16 @@ def cache_size(memory: int | str, model: Model) -> int:
 def parse_memory(memory: int | str) -> int:
     """Bytes of a number, or of a text such as "24GB", "1.5 GiB". Raises `InvalidArgument`."""
     if isinstance(memory, bool) or not isinstance(memory, (int, str)):
-        raise InvalidType(
-            f"memory: got {type(memory).__name__}, accepted is a number of bytes, or a text such as '24GB'"
-        )
+        raise InvalidType(f"memory: got {type(memory).__name__}, expected a number of bytes, or a text such as '24GB'")
     if isinstance(memory, int):
         size = memory
     else:
         found = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", memory)
         if not found or found[2].upper() not in UNITS:
-            raise InvalidArgument(f"memory: got {memory!r}, accepted is bytes, or a text such as '24GB' or '1.5GiB'")
+            raise InvalidArgument(f"memory: got {memory!r}, expected bytes, or a text such as '24GB' or '1.5GiB'")
         size = int(float(found[1]) * UNITS[found[2].upper()])
     if not 0 < size < 2**63:
-        raise InvalidArgument(f"memory: got {memory!r}, accepted is a number of bytes above 0")
+        raise InvalidArgument(f"memory: got {memory!r}, expected a number of bytes above 0")
     return size
 
 

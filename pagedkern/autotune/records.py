@@ -228,7 +228,7 @@ def load(path: Path) -> Recorded:
             why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise InvalidArgument(f"records: {path}: line {number}: got {line[:60]!r}: {why}") from error
     if found is None:
-        raise InvalidArgument(f"records: {path}: got no complete line, accepted is what a run wrote")
+        raise InvalidArgument(f"records: {path}: got no complete line, expected what a run wrote")
     return found
 
 

@@ -43,7 +43,7 @@ def names() -> tuple[str, ...]:
 def load(name: str) -> Backend:
     """The backend of that name, its module imported on first use, whether or not it can run here."""
     if name not in _LOCATIONS:
-        raise InvalidArgument(f"backend: got {name!r}, accepted are 'auto', {', '.join(map(repr, _LOCATIONS))}")
+        raise InvalidArgument(f"backend: got {name!r}, expected 'auto', {', '.join(map(repr, _LOCATIONS))}")
     module, _, attribute = _LOCATIONS[name].partition(":")
     return cast(Backend, getattr(import_module(module), attribute)())
 

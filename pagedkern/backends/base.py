@@ -80,14 +80,14 @@ class Config:
         accepted = [field.name for field in fields(cls)]
         for name in values:
             if name not in accepted:
-                raise InvalidArgument(f"config: got an unknown field {name!r}, accepted are {', '.join(accepted)}")
+                raise InvalidArgument(f"config: got an unknown field {name!r}, expected {', '.join(accepted)}")
         return cls(**values)
 
     @classmethod
     def expect(cls, config: Config) -> Self:
         """`config` itself if it is of this class, else `InvalidArgument`."""
         if not isinstance(config, cls):
-            raise InvalidArgument(f"config: got {type(config).__name__}, accepted is {cls.__name__}")
+            raise InvalidArgument(f"config: got {type(config).__name__}, expected {cls.__name__}")
         return config
 
 

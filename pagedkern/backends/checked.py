@@ -39,7 +39,7 @@ def check_attention(call: AttentionCall) -> None:
     if at := _first((lens < 0) | (lens > width * block_size)):
         i = at[0]
         raise BlockIndexError(
-            f"seq_lens[{i}]: got {int(lens[i])} for sequence {i}, accepted is 0 .. {width * block_size} "
+            f"seq_lens[{i}]: got {int(lens[i])} for sequence {i}, expected 0 to {width * block_size} "
             f"(block_table has {width} columns of {block_size} tokens)"
         )
     q_lens = check_query_lens(call)
@@ -53,7 +53,7 @@ def check_attention(call: AttentionCall) -> None:
         i, j = at
         raise BlockIndexError(
             f"block_table[{i}, {j}]: got {int(call.block_table[i, j])} for sequence {i}, tokens {j * block_size} .. "
-            f"{min((j + 1) * block_size, int(lens[i])) - 1}, accepted is 0 .. {num_blocks - 1}"
+            f"{min((j + 1) * block_size, int(lens[i])) - 1}, expected 0 to {num_blocks - 1}"
         )
 
 
@@ -64,16 +64,16 @@ def check_query_lens(call: AttentionCall) -> Tensor:
         return torch.ones_like(call.seq_lens, dtype=torch.int64)
     cu = cu.long()
     if int(cu[0]) != 0:
-        raise BlockIndexError(f"cu_seqlens_q[0]: got {int(cu[0])}, accepted is 0")
+        raise BlockIndexError(f"cu_seqlens_q[0]: got {int(cu[0])}, expected 0")
     q_lens = cu.diff()
     if at := _first((q_lens < 0) | (q_lens > call.max_seqlen_q)):
         i = at[0]
         raise BlockIndexError(
             f"cu_seqlens_q[{i + 1}]: got {int(cu[i + 1])} after {int(cu[i])}, so sequence {i} has {int(q_lens[i])} "
-            f"query tokens, accepted is 0 .. {call.max_seqlen_q} (max_seqlen_q)"
+            f"query tokens, expected 0 to {call.max_seqlen_q} (max_seqlen_q)"
         )
     if int(cu[-1]) > len(call.q):
-        raise BlockIndexError(f"cu_seqlens_q[-1]: got {int(cu[-1])}, accepted is 0 .. {len(call.q)} (the rows of q)")
+        raise BlockIndexError(f"cu_seqlens_q[-1]: got {int(cu[-1])}, expected 0 to {len(call.q)} (the rows of q)")
     return q_lens
 
 
@@ -83,7 +83,7 @@ def check_write(call: WriteCall) -> None:
     if at := _first((call.slot_mapping < -1) | (call.slot_mapping >= num_slots)):
         i = at[0]
         raise BlockIndexError(
-            f"slot_mapping[{i}]: got {int(call.slot_mapping[i])} for token {i}, accepted is -1 or 0 .. {num_slots - 1}"
+            f"slot_mapping[{i}]: got {int(call.slot_mapping[i])} for token {i}, expected -1 or 0 to {num_slots - 1}"
         )
 
 
@@ -93,10 +93,10 @@ def check_copy(call: CopyCall) -> None:
     for name, ids in (("src_blocks", call.src_blocks), ("dst_blocks", call.dst_blocks)):
         if at := _first((ids < 0) | (ids >= num_blocks)):
             i = at[0]
-            raise BlockIndexError(f"{name}[{i}]: got {int(ids[i])}, accepted is 0 .. {num_blocks - 1}")
+            raise BlockIndexError(f"{name}[{i}]: got {int(ids[i])}, expected 0 to {num_blocks - 1}")
     order = call.dst_blocks.sort().values
     if at := _first(order[1:] == order[:-1]):
-        raise BlockIndexError(f"dst_blocks: got block {int(order[at[0]])} twice, accepted is each destination once")
+        raise BlockIndexError(f"dst_blocks: got block {int(order[at[0]])} twice, expected each destination once")
 
 
 def check_scale(name: str, scale: Tensor) -> None:

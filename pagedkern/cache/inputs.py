@@ -66,7 +66,7 @@ def step_inputs(step: PlannedStep, device: torch.device) -> StepInputs[Any]:
         cu = host_tensor("step: cu_seqlens_q", step.cu_seqlens_q, torch.int32)
         bound = step.max_seqlen_q
     except AttributeError as error:
-        raise InvalidType(f"step: got {type(step).__name__}, accepted is a Step or Batch ({error})") from None
+        raise InvalidType(f"step: got {type(step).__name__}, expected a Step or Batch ({error})") from None
     num_seqs, num_tokens, entries = lens.numel(), slots.numel(), table.numel()
     if entries % num_seqs if num_seqs else entries:
         check.refuse("step: block_table", f"{entries} entries for {num_seqs} sequences", "rows of equal length")

@@ -61,7 +61,7 @@ class KVCache:
         if not isinstance(layout, str) or layout not in LAYOUTS:
             check.refuse("layout", repr(layout), " or ".join(map(repr, LAYOUTS)))
         if not isinstance(dtype, torch.dtype):
-            raise InvalidType(f"dtype: got {type(dtype).__name__} {dtype!r}, accepted is a torch.dtype")
+            raise InvalidType(f"dtype: got {type(dtype).__name__} {dtype!r}, expected a torch.dtype")
         if dtype not in check.DTYPE_NAMES:
             check.refuse("dtype", dtype, " or ".join(map(str, check.DTYPE_NAMES)))
 
@@ -77,9 +77,7 @@ class KVCache:
             where = torch.device(device)
             torch.empty(0, device=where)
         except (AssertionError, RuntimeError, TypeError) as error:
-            raise InvalidArgument(
-                f"device: got {device!r}, accepted is a torch device of this machine: {error}"
-            ) from None
+            raise InvalidArgument(f"device: got {device!r}, expected a torch device of this machine: {error}") from None
 
         order = LAYOUTS[layout]
 
@@ -125,10 +123,10 @@ class KVCache:
         self = cls.__new__(cls)
         pairs: list[tuple[Tensor, Tensor]] = []
         if isinstance(layers, Tensor) or not isinstance(layers, Sequence):
-            raise InvalidType(f"layers: got {type(layers).__name__}, accepted is a list of (k_cache, v_cache)")
+            raise InvalidType(f"layers: got {type(layers).__name__}, expected a list of (k_cache, v_cache)")
         for i, layer in enumerate(layers):
             if not isinstance(layer, (tuple, list)) or len(layer) != 2:
-                raise InvalidType(f"layers[{i}]: got {type(layer).__name__}, accepted is a pair (k_cache, v_cache)")
+                raise InvalidType(f"layers[{i}]: got {type(layer).__name__}, expected a pair (k_cache, v_cache)")
             try:
                 pair = check.caches(*layer, write=True)
             except InvalidArgument as error:
@@ -156,7 +154,7 @@ class KVCache:
         Raises:
             InvalidArgument (InvalidType): an `index` that is no integer in 0 .. num_layers-1.
         """
-        accepted = f"an integer in 0 .. {self.num_layers - 1}"
+        accepted = f"an integer from 0 to {self.num_layers - 1}"
         if check.integer("index", index, 0, accepted) >= self.num_layers:
             check.refuse("index", index, accepted)
         return self._layers[index]

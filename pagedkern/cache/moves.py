@@ -59,11 +59,11 @@ def moves_of(plan: object, num_blocks: int, num_host_blocks: int) -> list[Move]:
             outside its pool, or with a destination named twice.
     """
     if not hasattr(plan, "moves"):
-        raise InvalidType(f"plan: got {type(plan).__name__}, accepted is a Step or Plan of the allocator")
+        raise InvalidType(f"plan: got {type(plan).__name__}, expected a Step or Plan of the allocator")
     try:
         given = [(kind, src, dst) for kind, src, dst in plan.moves]
     except (TypeError, ValueError):
-        raise InvalidType("plan: moves: accepted are tuples (kind, src, dst), several of them") from None
+        raise InvalidType("plan: moves: expected tuples (kind, src, dst), several of them") from None
     moves = [Move(kind, _ids(kind, "src", src), _ids(kind, "dst", dst)) for kind, src, dst in given]
     for move in moves:
         _check(move, num_blocks, num_host_blocks)
@@ -84,9 +84,9 @@ def _check(move: Move, num_blocks: int, num_host_blocks: int) -> None:
     for name, ids, count in (("source", src, pools[kind][0]), ("destination", dst, pools[kind][1])):
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < count):
             at = int(((ids < 0) | (ids >= count)).nonzero()[0])
-            accepted = f"0 .. {count - 1}" if count else "none: the host pool is empty (num_host_blocks=0)"
+            accepted = f"0 to {count - 1}" if count else "none: the host pool is empty (num_host_blocks=0)"
             raise BlockIndexError(
-                f"plan: got {name} block {int(ids[at])} at place {at} of a {kind} move, accepted is {accepted}"
+                f"plan: got {name} block {int(ids[at])} at place {at} of a {kind} move, expected {accepted}"
             )
     if len(set(dst.tolist())) < len(dst):
         check.refuse("plan", f"a {kind} move that names a destination twice", "each destination once")
@@ -112,7 +112,7 @@ def host_tensor(name: str, buffer: Any, dtype: torch.dtype, ndim: int = 1) -> Te
     try:
         view = memoryview(buffer)
     except TypeError:
-        raise InvalidType(f"{name}: got {type(buffer).__name__}, accepted is {accepted}") from None
+        raise InvalidType(f"{name}: got {type(buffer).__name__}, expected {accepted}") from None
     if view.format not in ("i", "l", "q") or view.itemsize != dtype.itemsize or not 1 <= view.ndim <= ndim:
         check.refuse(name, f"a buffer of format {view.format!r}, {view.ndim} dimensions", accepted)
     if not view.c_contiguous:

@@ -180,7 +180,7 @@ def _backends(text: str) -> list[str]:
 def _names(text: str, accepted: list[str]) -> list[str]:
     names = text.split(",")
     if unknown := [name for name in names if name not in accepted]:
-        raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, accepted are {', '.join(accepted)}")
+        raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, expected {', '.join(accepted)}")
     return names
 
 

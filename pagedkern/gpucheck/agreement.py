@@ -51,7 +51,7 @@ def attention(backend: str, device: str, shape: Shape) -> str | None:
     bound = 4 * EPSILON[shape.q_dtype] * float(want_out.abs().max()) + 1e-5
     error = float((out.double() - want_out.double()).abs().max()) if out.numel() else 0.0
     if error > bound:
-        return f"out is wrong by {error:.2e}, accepted is {bound:.2e}"
+        return f"out is wrong by {error:.2e}, expected {bound:.2e}"
     finite = want_lse.isfinite()
     if not torch.equal(lse[~finite], want_lse[~finite]):
         return "lse is not -inf where a row sees nothing"
@@ -59,7 +59,7 @@ def attention(backend: str, device: str, shape: Shape) -> str | None:
     unit = 1e-5 if shape.q_dtype == "float32" else EPSILON[shape.q_dtype]  # scores of 16-bit operands may round there
     bound = unit * max(1.0, float(want_lse[finite].abs().max())) if finite.any() else 0.0
     if error > bound:
-        return f"lse is wrong by {error:.2e}, accepted is {bound:.2e}"
+        return f"lse is wrong by {error:.2e}, expected {bound:.2e}"
     choice = pagedkern.explain(**problem.args, backend=backend)
     pinned: dict[str, Any] = {"backend": backend, "config": choice.config}
     moved = _moved(problem)

@@ -51,36 +51,36 @@ def test_what_is_right() -> None:
     [
         (
             ([[9, 10, 0]], [5]),
-            "block_table: got 10 for sequence 0 at position 1, accepted is 0 to 9; seq_lens[0] = 5 uses",
+            "block_table: got 10 for sequence 0 at position 1, expected 0 to 9; seq_lens[0] = 5 uses",
         ),
         (
             ([[0], [-1]], [4, 1]),
-            "block_table: got -1 for sequence 1 at position 0, accepted is 0 to 9; seq_lens[1] = 1",
+            "block_table: got -1 for sequence 1 at position 0, expected 0 to 9; seq_lens[1] = 1",
         ),
-        (([[0, 1], [2, HUGE]], [5, 5]), f"block_table: got {HUGE} for sequence 1 at position 1, accepted is 0 to 9"),
+        (([[0, 1], [2, HUGE]], [5, 5]), f"block_table: got {HUGE} for sequence 1 at position 1, expected 0 to 9"),
         (
             ([[0, 1]], [9]),
-            "seq_lens: got 9 for sequence 0, accepted is 0 to 8: block_table has 2 entries a row, of 4 tok",
+            "seq_lens: got 9 for sequence 0, expected 0 to 8: block_table has 2 entries a row, of 4 tok",
         ),
-        (([[0], [0]], [1, -1]), "seq_lens: got -1 for sequence 1, accepted is 0 to 4"),
-        (([[0]], [4], [1, 2]), "cu_seqlens_q: got 1 at position 0, accepted is 0"),
+        (([[0], [0]], [1, -1]), "seq_lens: got -1 for sequence 1, expected 0 to 4"),
+        (([[0]], [4], [1, 2]), "cu_seqlens_q: got 1 at position 0, expected 0"),
         (
             ([[0], [0]], [4, 4], [0, 3, 2]),
-            "cu_seqlens_q: got 2 at position 2 after 3 (sequence 1), accepted are prefix",
+            "cu_seqlens_q: got 2 at position 2 after 3 (sequence 1), expected prefix",
         ),
         (
             ([[0]], [4], [0, 3], [0, 1]),
-            "cu_seqlens_q: got 3 at position 1, accepted is at most the 2 tokens of slot_mapp",
+            "cu_seqlens_q: got 3 at position 1, expected at most the 2 tokens of slot_mapp",
         ),
         (
             ([[0]], [4], None, [-2]),
-            "slot_mapping: got -2 at position 0 (sequence 0), accepted is -1 to 39 (-1 = write n",
+            "slot_mapping: got -2 at position 0 (sequence 0), expected -1 to 39 (-1 = write n",
         ),
         (
             ([[0], [0]], [4, 4], [0, 1, 3], [0, 1, 40]),
-            "slot_mapping: got 40 at position 2 (sequence 1), accepted is -1 to",
+            "slot_mapping: got 40 at position 2 (sequence 1), expected -1 to",
         ),
-        (([[0]], [4], [0, 1], [0, 2**40]), f"slot_mapping: got {2**40} at position 1 (padding), accepted is -1 to 39"),
+        (([[0]], [4], [0, 1], [0, 2**40]), f"slot_mapping: got {2**40} at position 1 (padding), expected -1 to 39"),
     ],
 )
 def test_what_is_wrong(batch: tuple[Any, ...], message: str) -> None:
@@ -96,7 +96,7 @@ def test_max_seqlen_q_is_a_bound() -> None:
 
 
 def test_slots_without_a_table_or_a_pool() -> None:
-    with pytest.raises(BlockIndexError, match=r"slot_mapping: got -5 at position 1, accepted is -1 or more"):
+    with pytest.raises(BlockIndexError, match=r"slot_mapping: got -5 at position 1, expected -1 or more"):
         validate_contents(validate(slot_mapping=array("q", [2**50, -5]), block_size=4))
 
 
@@ -115,9 +115,7 @@ def test_device_arrays_are_refused(name: str) -> None:
     on_host = validate(**host, block_size=4, num_blocks=3)
     fields = {n: getattr(on_host, n) for n in host} | {name: views[name]}
     mixed = Batch(**{f: fields.get(f, getattr(batch, f)) for f in Batch.__slots__})
-    with pytest.raises(
-        InvalidArgument, match=rf"^{name}: got an array on cuda:0, accepted is one in host memory: copy"
-    ):
+    with pytest.raises(InvalidArgument, match=rf"^{name}: got an array on cuda:0, expected one in host memory: copy"):
         validate_contents(mixed)
 
 
@@ -131,7 +129,7 @@ def test_entries_behind_the_window_are_not_followed() -> None:
         validate_contents(batch)
     with pytest.raises(BlockIndexError, match=r"got 10 for sequence 0 at position 1, .* uses positions 1 to 2$"):
         validate_contents(make([[-1, 10, 9]], [11], [0, 2]), sliding_window=6)
-    with pytest.raises(InvalidArgument, match="sliding_window: got 0, accepted is 1 to"):
+    with pytest.raises(InvalidArgument, match="sliding_window: got 0, expected 1 to"):
         validate_contents(batch, sliding_window=0)
     with pytest.raises(InvalidType, match="sliding_window: got float"):
         validate_contents(batch, sliding_window=2.0)  # type: ignore[arg-type]

@@ -31,9 +31,9 @@ def test_example() -> None:
 def test_width_and_fill() -> None:
     wide = from_csr(array("i", [0, 1]), array("i", [3]), array("i", [2]), 4, width=3, fill=HUGE)
     assert wide.block_table.tolist() == [[3, HUGE, HUGE]]
-    with pytest.raises(InvalidArgument, match="width: got 1, accepted is at least 2: the blocks of the longest"):
+    with pytest.raises(InvalidArgument, match="width: got 1, expected at least 2: the blocks of the longest"):
         from_csr(array("i", [0, 2]), array("i", [3, 4]), array("i", [2]), 4, width=1)
-    with pytest.raises(InvalidArgument, match="fill: got 2147483648, accepted is -2147483648 to 2147483647"):
+    with pytest.raises(InvalidArgument, match="fill: got 2147483648, expected -2147483648 to 2147483647"):
         from_csr(array("i", [0, 1]), array("i", [3]), array("i", [2]), 4, fill=2**31)
 
 
@@ -97,12 +97,12 @@ PTR, IDS, LAST = array("i", [0, 2, 3]), array("i", [1, 2, 3]), array("i", [1, 4]
         (
             (view("int32", (2, 2)), LENS, 4),
             InvalidArgument,
-            "block_table: got an array on cuda:0, accepted is one in host",
+            "block_table: got an array on cuda:0, expected one in host",
         ),
         (
             (CudaArray(shape=(2, 2)), LENS, 4),
             InvalidArgument,
-            "block_table: got an array on cuda, accepted is one in host",
+            "block_table: got an array on cuda, expected one in host",
         ),
         (
             (TABLE, view("int32", (2,), device=(10, 1)), 4),
@@ -110,20 +110,20 @@ PTR, IDS, LAST = array("i", [0, 2, 3]), array("i", [1, 2, 3]), array("i", [1, 4]
             "seq_lens: got an array on rocm:1, accepted",
         ),
         ((TABLE, view("int32", (2,), device=(13, 0)), 4), InvalidArgument, "seq_lens: got an array on cuda_managed:0"),
-        (([[1, 2]], LENS, 4), InvalidType, "block_table: got list, accepted is a torch tensor"),
-        ((TABLE, [5, 8], 4), InvalidType, "seq_lens: got list, accepted is a torch tensor"),
-        ((TABLE, array("q", [5, 8]), 4), InvalidArgument, "seq_lens: got dtype int64, accepted is int32"),
-        ((LENS, LENS, 4), InvalidArgument, "block_table: got shape (2,), accepted are 2 dimensions"),
-        ((TABLE, TABLE, 4), InvalidArgument, "seq_lens: got shape (2, 2), accepted are 1 dimension"),
+        (([[1, 2]], LENS, 4), InvalidType, "block_table: got list, expected a torch tensor"),
+        ((TABLE, [5, 8], 4), InvalidType, "seq_lens: got list, expected a torch tensor"),
+        ((TABLE, array("q", [5, 8]), 4), InvalidArgument, "seq_lens: got dtype int64, expected int32"),
+        ((LENS, LENS, 4), InvalidArgument, "block_table: got shape (2,), expected 2 dimensions"),
+        ((TABLE, TABLE, 4), InvalidArgument, "seq_lens: got shape (2, 2), expected 1 dimension"),
         (
             (TABLE, array("i", [5]), 4),
             InvalidArgument,
-            "seq_lens: got shape (1,), accepted is (2,): the rows of block_t",
+            "seq_lens: got shape (1,), expected (2,): the rows of block_t",
         ),
-        ((TABLE, LENS, 0), InvalidArgument, "block_size: got 0, accepted is 1 to"),
-        ((TABLE, LENS, 4.0), InvalidType, "block_size: got float 4.0, accepted is an int"),
-        ((TABLE, array("i", [5, 9]), 4), BlockIndexError, "seq_lens: got 9 for sequence 1, accepted is 0 to 8"),
-        ((TABLE, array("i", [-1, 8]), 4), BlockIndexError, "seq_lens: got -1 for sequence 0, accepted is 0 to 8"),
+        ((TABLE, LENS, 0), InvalidArgument, "block_size: got 0, expected 1 to"),
+        ((TABLE, LENS, 4.0), InvalidType, "block_size: got float 4.0, expected an int"),
+        ((TABLE, array("i", [5, 9]), 4), BlockIndexError, "seq_lens: got 9 for sequence 1, expected 0 to 8"),
+        ((TABLE, array("i", [-1, 8]), 4), BlockIndexError, "seq_lens: got -1 for sequence 0, expected 0 to 8"),
         (
             (int_table([[1, -1]], 2), array("i", [5]), 4),
             BlockIndexError,
@@ -143,37 +143,37 @@ def test_to_csr_refuses(arguments: tuple[Any, ...], error: type[Exception], mess
         (
             (view("int32", (3,)), IDS, LAST, 4),
             InvalidArgument,
-            "indptr: got an array on cuda:0, accepted is one in host",
+            "indptr: got an array on cuda:0, expected one in host",
         ),
         (
             (PTR, view("int32", (3,)), LAST, 4),
             InvalidArgument,
-            "indices: got an array on cuda:0, accepted is one in host",
+            "indices: got an array on cuda:0, expected one in host",
         ),
         (
             (PTR, IDS, view("int32", (2,)), 4),
             InvalidArgument,
-            "last_page_len: got an array on cuda:0, accepted is one in",
+            "last_page_len: got an array on cuda:0, expected one in",
         ),
         ((list(PTR), IDS, LAST, 4), InvalidType, "indptr: got list"),
-        ((array("q", PTR), IDS, LAST, 4), InvalidArgument, "indptr: got dtype int64, accepted is int32"),
-        ((array("i"), IDS, array("i"), 4), InvalidArgument, "indptr: got 0 elements, accepted is 1"),
+        ((array("q", PTR), IDS, LAST, 4), InvalidArgument, "indptr: got dtype int64, expected int32"),
+        ((array("i"), IDS, array("i"), 4), InvalidArgument, "indptr: got 0 elements, expected 1"),
         (
             (PTR[:2], IDS, LAST, 4),
             InvalidArgument,
-            "indptr: got 2 elements, accepted is 3: one more than last_page_len",
+            "indptr: got 2 elements, expected 3: one more than last_page_len",
         ),
-        ((array("i", [1]), IDS, array("i"), 4), BlockIndexError, "indptr: got 1 at position 0, accepted is 0"),
-        ((array("i", [1, 2, 3]), IDS, LAST, 4), BlockIndexError, "indptr: got 1 at position 0, accepted is 0"),
+        ((array("i", [1]), IDS, array("i"), 4), BlockIndexError, "indptr: got 1 at position 0, expected 0"),
+        ((array("i", [1, 2, 3]), IDS, LAST, 4), BlockIndexError, "indptr: got 1 at position 0, expected 0"),
         (
             (array("i", [0, 2, 1]), IDS, LAST, 4),
             BlockIndexError,
-            "indptr: got 1 at position 2 (sequence 1), accepted is 2",
+            "indptr: got 1 at position 2 (sequence 1), expected 2",
         ),
         (
             (array("i", [0, 2, 4]), IDS, LAST, 4),
             BlockIndexError,
-            "indptr: got 4 at position 2 (sequence 1), accepted is 2",
+            "indptr: got 4 at position 2 (sequence 1), expected 2",
         ),
         (
             (PTR, IDS, array("i", [0, 4]), 4),
@@ -193,9 +193,9 @@ def test_to_csr_refuses(arguments: tuple[Any, ...], error: type[Exception], mess
         (
             (PTR, IDS, LAST, 2**31),
             BlockIndexError,
-            "indptr: got 2 blocks of 2147483648 tokens for sequence 0, accepted are",
+            "indptr: got 2 blocks of 2147483648 tokens for sequence 0, expected",
         ),
-        ((PTR, IDS, LAST, True), InvalidType, "block_size: got bool True, accepted is an int"),
+        ((PTR, IDS, LAST, True), InvalidType, "block_size: got bool True, expected an int"),
     ],
 )
 def test_from_csr_refuses(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:

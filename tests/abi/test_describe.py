@@ -191,7 +191,7 @@ def test_dlpack_dtypes(code: int, bits: int, dtype: str) -> None:
 @pytest.mark.parametrize("versioned", [True, False])
 def test_unknown_dlpack_dtypes_are_refused_and_given_back(dtype: tuple[int, int, int], versioned: bool) -> None:
     exporter = CapsuleExporter((ctypes.c_uint64 * 4)(), (2,), (1,), dtype=dtype, versioned=versioned)
-    with pytest.raises(InvalidArgument, match=r"^table: got dtype DLPack \(code .* accepted are bool, int8"):
+    with pytest.raises(InvalidArgument, match=r"^table: got dtype DLPack \(code .* expected bool, int8"):
         describe(exporter, "table")
     gc.collect()  # the traceback held the frame
     assert exporter.deleted == [exporter.address]
@@ -201,7 +201,7 @@ def test_another_major_version_is_given_back_unread() -> None:
     exporter = CapsuleExporter((I32 * 3)(), (3,), (1,), version=(2, 0))
     exporter.record.tensor.ndim = 1 << 20  # whoever reads on, crashes
     exporter.record.tensor.shape = ctypes.POINTER(ctypes.c_int64)()
-    with pytest.raises(InvalidArgument, match=r"x: got DLPack version 2\.0, accepted is 1\.x"):
+    with pytest.raises(InvalidArgument, match=r"x: got DLPack version 2\.0, expected 1\.x"):
         describe(exporter, "x")
     gc.collect()
     assert exporter.deleted == [exporter.address]
@@ -333,7 +333,7 @@ def test_a_cuda_interface_that_is_no_mapping(interface: object) -> None:
 def test_a_malformed_dlpack_device(device: object) -> None:
     exporter = CapsuleExporter((I32 * 2)(), (2,))
     exporter.device = device  # type: ignore[assignment]
-    with pytest.raises(InvalidArgument, match=r"^q: its __dlpack_device__ returned .*, accepted are two integers"):
+    with pytest.raises(InvalidArgument, match=r"^q: its __dlpack_device__ returned .*, expected two integers"):
         describe(exporter, "q")
     assert exporter.asked == []  # no capsule that nobody would give back
 
@@ -346,14 +346,14 @@ def test_a_malformed_dlpack_device(device: object) -> None:
 )
 def test_what_exports_no_array(obj: object) -> None:
     with pytest.raises(
-        InvalidType, match=rf"^seq_lens: got {type(obj).__name__}, accepted is a torch tensor or an object that"
+        InvalidType, match=rf"^seq_lens: got {type(obj).__name__}, expected a torch tensor or an object that"
     ):
         describe(obj, "seq_lens")
 
 
 @pytest.mark.parametrize("kind", [CapsuleExporter, CudaArray, array])
 def test_a_class_is_no_array(kind: type) -> None:
-    with pytest.raises(InvalidType, match=rf"^q: got the class {kind.__name__}, accepted is a torch tensor"):
+    with pytest.raises(InvalidType, match=rf"^q: got the class {kind.__name__}, expected a torch tensor"):
         describe(kind, "q")
 
 

@@ -185,32 +185,32 @@ F8 = view("float32", (8,))
 @pytest.mark.parametrize(
     ("arrays", "options", "error", "message"),
     [
-        (MIXED, {"scale": math.nan}, InvalidArgument, "scale: got nan, accepted is a finite float32"),
-        (MIXED, {"scale": 1e300}, InvalidArgument, "scale: got 1e+300, accepted is a finite float32"),
+        (MIXED, {"scale": math.nan}, InvalidArgument, "scale: got nan, expected a finite float32"),
+        (MIXED, {"scale": 1e300}, InvalidArgument, "scale: got 1e+300, expected a finite float32"),
         (MIXED, {"scale": 10**400}, InvalidArgument, "scale: got 1000"),
-        (MIXED, {"scale": 10**5000}, InvalidArgument, "scale: got a number of thousands of digits, accepted is a fin"),
+        (MIXED, {"scale": 10**5000}, InvalidArgument, "scale: got a number of thousands of digits, expected a fin"),
         (MIXED, {"scale": Fraction(10**400)}, InvalidArgument, "scale: got Fraction(1000"),
         (MIXED, {"softcap": -(10**400)}, InvalidArgument, "softcap: got -1000"),
-        (MIXED, {"scale": "1"}, InvalidType, "scale: got str, accepted is a number"),
-        (MIXED, {"scale": True}, InvalidType, "scale: got bool, accepted is a number"),
-        (MIXED, {"softcap": 0}, InvalidArgument, "softcap: got 0, accepted is a finite float32 greater than 0"),
-        (MIXED, {"softcap": -1.0}, InvalidArgument, "softcap: got -1.0, accepted is a finite float32 greater than 0"),
+        (MIXED, {"scale": "1"}, InvalidType, "scale: got str, expected a number"),
+        (MIXED, {"scale": True}, InvalidType, "scale: got bool, expected a number"),
+        (MIXED, {"softcap": 0}, InvalidArgument, "softcap: got 0, expected a finite float32 greater than 0"),
+        (MIXED, {"softcap": -1.0}, InvalidArgument, "softcap: got -1.0, expected a finite float32 greater than 0"),
         (
             MIXED,
             {"softcap": 1e-300},
             InvalidArgument,
-            "softcap: got 1e-300, accepted is a finite float32 greater than 0",
+            "softcap: got 1e-300, expected a finite float32 greater than 0",
         ),
-        (MIXED, {"sliding_window": 0}, InvalidArgument, "sliding_window: got 0, accepted is 1 to"),
-        (MIXED, {"sliding_window": 1.5}, InvalidType, "sliding_window: got float 1.5, accepted is an int"),
-        (MIXED, {"causal": 1}, InvalidType, "causal: got int 1, accepted is True or False"),
-        (MIXED, {"sinks": [0.0] * 8}, InvalidType, "sinks: got list, accepted is a torch tensor"),
-        (MIXED, {"sinks": view("float16", (8,))}, InvalidArgument, "sinks: got dtype float16, accepted is float32"),
+        (MIXED, {"sliding_window": 0}, InvalidArgument, "sliding_window: got 0, expected 1 to"),
+        (MIXED, {"sliding_window": 1.5}, InvalidType, "sliding_window: got float 1.5, expected an int"),
+        (MIXED, {"causal": 1}, InvalidType, "causal: got int 1, expected True or False"),
+        (MIXED, {"sinks": [0.0] * 8}, InvalidType, "sinks: got list, expected a torch tensor"),
+        (MIXED, {"sinks": view("float16", (8,))}, InvalidArgument, "sinks: got dtype float16, expected float32"),
         (
             MIXED,
             {"sinks": view("float32", (2,))},
             InvalidArgument,
-            "sinks: got shape (2,), accepted is (8,): num_heads",
+            "sinks: got shape (2,), expected (8,): num_heads",
         ),
         (
             MIXED,
@@ -228,14 +228,14 @@ F8 = view("float32", (8,))
             MIXED,
             {"k_scale": 0.5},
             InvalidArgument,
-            "k_scale: got an array or number for a cache of bfloat16, accepted is",
+            "k_scale: got an array or number for a cache of bfloat16, expected",
         ),
-        (quantized(), {}, InvalidArgument, "k_scale: got None for a cache of int8, accepted is a scale"),
+        (quantized(), {}, InvalidArgument, "k_scale: got None for a cache of int8, expected a scale"),
         (
             quantized(),
             {**SCALES, "v_scale": None},
             InvalidArgument,
-            "v_scale: got None for a cache of int8, accepted is a",
+            "v_scale: got None for a cache of int8, expected a",
         ),
         (
             quantized(),
@@ -247,15 +247,15 @@ F8 = view("float32", (8,))
             quantized(),
             {**SCALES, "k_scale": F8},
             InvalidArgument,
-            "k_scale: got shape (8,), accepted is (2,): num_kv_head",
+            "k_scale: got shape (8,), expected (2,): num_kv_head",
         ),
         (
             quantized((1, 0)),
             {"k_scale": math.inf, "v_scale": 1},
             InvalidArgument,
-            "k_scale: got inf, accepted is a finite",
+            "k_scale: got inf, expected a finite",
         ),
-        (BOOKKEEPING, {}, InvalidArgument, "batch: got one without q, accepted is one that asks for attention"),
+        (BOOKKEEPING, {}, InvalidArgument, "batch: got one without q, expected one that asks for attention"),
     ],
 )
 def test_params_that_are_refused(arrays: dict[str, Any], options: dict[str, Any], error: type, message: str) -> None:
@@ -269,5 +269,5 @@ def test_params_that_are_refused(arrays: dict[str, Any], options: dict[str, Any]
 @pytest.mark.parametrize("call", [to_struct, to_params, validate_contents])
 @pytest.mark.parametrize("batch", [None, 5, MIXED], ids=["None", "int", "dict"])
 def test_what_is_no_batch(call: Callable[..., object], batch: object) -> None:
-    with pytest.raises(InvalidType, match=rf"^batch: got {type(batch).__name__}, accepted is a Batch"):
+    with pytest.raises(InvalidType, match=rf"^batch: got {type(batch).__name__}, expected a Batch"):
         call(batch)

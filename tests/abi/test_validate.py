@@ -134,9 +134,7 @@ def test_an_exporter_that_does_not_name_its_gpu_takes_the_others() -> None:
     both = {"block_table": CudaArray(shape=(3, 5)), "seq_lens": CudaArray(shape=(3,)), "block_size": 4}
     assert validate(**both).device == "cuda"
     unnamed = {"k_cache": view("bfloat16", (10, 16, 2, 64), device=(2, -1))}
-    with pytest.raises(
-        InvalidArgument, match=r"^seq_lens: got an array on cuda:1, accepted is cuda:0, where v_cache is$"
-    ):
+    with pytest.raises(InvalidArgument, match=r"^seq_lens: got an array on cuda:1, expected cuda:0, where v_cache is$"):
         validate(**{**DECODE, **unnamed, "seq_lens": view("int32", (3,), device=(2, 1))})
 
 
@@ -149,46 +147,46 @@ def test_host_arrays() -> None:
 I32, I64 = ("int32", "int64")
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     # base, what is changed, the message
-    (MIXED, {"block_table": [[1, 2], [3, 4]]}, "block_table: got list, accepted is a torch tensor or an object"),
-    (MIXED, {"seq_lens": 3.5}, "seq_lens: got float, accepted is a torch tensor or an object"),
-    (MIXED, {"q": "text"}, "q: got str, accepted is a torch tensor"),
-    (MIXED, {"block_table": view(I64, (3, 5))}, "block_table: got dtype int64, accepted is int32"),
-    (MIXED, {"block_table": view("float32", (3, 5))}, "block_table: got dtype float32, accepted is int32"),
-    (MIXED, {"block_table": view(I32, (15,))}, "block_table: got shape (15,), accepted is [num_seqs, width]"),
+    (MIXED, {"block_table": [[1, 2], [3, 4]]}, "block_table: got list, expected a torch tensor or an object"),
+    (MIXED, {"seq_lens": 3.5}, "seq_lens: got float, expected a torch tensor or an object"),
+    (MIXED, {"q": "text"}, "q: got str, expected a torch tensor"),
+    (MIXED, {"block_table": view(I64, (3, 5))}, "block_table: got dtype int64, expected int32"),
+    (MIXED, {"block_table": view("float32", (3, 5))}, "block_table: got dtype float32, expected int32"),
+    (MIXED, {"block_table": view(I32, (15,))}, "block_table: got shape (15,), expected [num_seqs, width]"),
     (MIXED, {"block_table": None}, "block_table: got None although seq_lens is given"),
     (MIXED, {"seq_lens": None}, "seq_lens: got None although block_table is given"),
-    (MIXED, {"seq_lens": view(I64, (3,))}, "seq_lens: got dtype int64, accepted is int32"),
-    (MIXED, {"seq_lens": view(I32, (3, 1))}, "seq_lens: got shape (3, 1), accepted is [num_seqs]"),
+    (MIXED, {"seq_lens": view(I64, (3,))}, "seq_lens: got dtype int64, expected int32"),
+    (MIXED, {"seq_lens": view(I32, (3, 1))}, "seq_lens: got shape (3, 1), expected [num_seqs]"),
     (
         MIXED,
         {"seq_lens": view(I32, (4,))},
-        "seq_lens: got num_seqs 4 (shape (4,)), accepted is 3 as in block_table",
+        "seq_lens: got num_seqs 4 (shape (4,)), expected 3 as in block_table",
     ),
     (
         MIXED,
         {"seq_lens": view(I32, (3,), device=(1, 0))},
-        "seq_lens: got an array on cpu, accepted is cuda:0, where k_ca",
+        "seq_lens: got an array on cpu, expected cuda:0, where k_ca",
     ),
-    (MIXED, {"seq_lens": view(I32, (3,), device=(2, 1))}, "seq_lens: got an array on cuda:1, accepted is cuda:0"),
-    (MIXED, {"seq_lens": view(I32, (3,), device=(3, 0))}, "seq_lens: got an array on cuda_host, accepted is cuda:0"),
-    (MIXED, {"seq_lens": view(I32, (3,), ptr=0x7002)}, "seq_lens: got address 0x7002, accepted is a multiple of 4"),
-    (MIXED, {"cu_seqlens_q": view(I64, (4,))}, "cu_seqlens_q: got dtype int64, accepted is int32"),
+    (MIXED, {"seq_lens": view(I32, (3,), device=(2, 1))}, "seq_lens: got an array on cuda:1, expected cuda:0"),
+    (MIXED, {"seq_lens": view(I32, (3,), device=(3, 0))}, "seq_lens: got an array on cuda_host, expected cuda:0"),
+    (MIXED, {"seq_lens": view(I32, (3,), ptr=0x7002)}, "seq_lens: got address 0x7002, expected a multiple of 4"),
+    (MIXED, {"cu_seqlens_q": view(I64, (4,))}, "cu_seqlens_q: got dtype int64, expected int32"),
     (
         MIXED,
         {"cu_seqlens_q": view(I32, (3,))},
-        "cu_seqlens_q: got num_seqs + 1 3 (shape (3,)), accepted is 4 as in block_table",
+        "cu_seqlens_q: got num_seqs + 1 3 (shape (3,)), expected 4 as in block_table",
     ),
     (
         MIXED,
         {"cu_seqlens_q": view(I32, (0,))},
-        "cu_seqlens_q: got num_seqs + 1 0 (shape (0,)), accepted is 4 as in block_table",
+        "cu_seqlens_q: got num_seqs + 1 0 (shape (0,)), expected 4 as in block_table",
     ),
-    (MIXED, {"cu_seqlens_q": None}, "q: got 7 tokens, accepted is 3: one for each sequence of block_table"),
-    (MIXED, {"slot_mapping": view(I32, (7,))}, "slot_mapping: got dtype int32, accepted is int64"),
+    (MIXED, {"cu_seqlens_q": None}, "q: got 7 tokens, expected 3: one for each sequence of block_table"),
+    (MIXED, {"slot_mapping": view(I32, (7,))}, "slot_mapping: got dtype int32, expected int64"),
     (
         MIXED,
         {"slot_mapping": view(I64, (6,))},
-        "slot_mapping: got num_tokens 6 (shape (6,)), accepted is 7 as in q",
+        "slot_mapping: got num_tokens 6 (shape (6,)), expected 7 as in q",
     ),
     (
         DECODE,
@@ -201,33 +199,33 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         MIXED,
         {"k_cache": view("float64", (10, 16, 2, 64))},
-        "k_cache: got dtype float64, accepted is float32 or float16",
+        "k_cache: got dtype float64, expected float32 or float16",
     ),
-    (MIXED, {"k_cache": view("uint8", (10, 16, 2, 64))}, "k_cache: got dtype uint8, accepted is float32 or"),
+    (MIXED, {"k_cache": view("uint8", (10, 16, 2, 64))}, "k_cache: got dtype uint8, expected float32 or"),
     (
         MIXED,
         {"v_cache": view("float16", (10, 16, 2, 32))},
-        "v_cache: got dtype float16, accepted is that of k_cache, bf",
+        "v_cache: got dtype float16, expected that of k_cache, bf",
     ),
     (
         MIXED,
         {"k_cache": view("bfloat16", (10, 16, 128))},
-        "k_cache: got shape (10, 16, 128), accepted is [num_blocks, b",
+        "k_cache: got shape (10, 16, 128), expected [num_blocks, b",
     ),
     (
         MIXED,
         {"v_cache": view("bfloat16", (9, 16, 2, 32))},
-        "v_cache: got num_blocks 9 (shape (9, 16, 2, 32)), accepted is 10 as in k_cache",
+        "v_cache: got num_blocks 9 (shape (9, 16, 2, 32)), expected 10 as in k_cache",
     ),
     (
         MIXED,
         {"v_cache": view("bfloat16", (10, 8, 2, 32))},
-        "v_cache: got block_size 8 (shape (10, 8, 2, 32)), accepted is 16 as in k_cache",
+        "v_cache: got block_size 8 (shape (10, 8, 2, 32)), expected 16 as in k_cache",
     ),
     (
         MIXED,
         {"v_cache": view("bfloat16", (10, 16, 4, 32))},
-        "v_cache: got num_kv_heads 4 (shape (10, 16, 4, 32)), accepted is 2 as in k_cache",
+        "v_cache: got num_kv_heads 4 (shape (10, 16, 4, 32)), expected 2 as in k_cache",
     ),
     (
         MIXED,
@@ -247,42 +245,42 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"v_cache": view("bfloat16", (10, 16, 2, 32), read_only=True)},
         "v_cache: got read-only memory although slot_",
     ),
-    (MIXED, {"q": view("float64", (7, 8, 64))}, "q: got dtype float64, accepted is float32 or float16 or bfloat16"),
-    (MIXED, {"q": view("int8", (7, 8, 64))}, "q: got dtype int8, accepted is float32 or float16 or bfloat16"),
+    (MIXED, {"q": view("float64", (7, 8, 64))}, "q: got dtype float64, expected float32 or float16 or bfloat16"),
+    (MIXED, {"q": view("int8", (7, 8, 64))}, "q: got dtype int8, expected float32 or float16 or bfloat16"),
     (
         MIXED,
         {"k_cache": view("int8", (2**31, 16, 2, 64)), "v_cache": view("int8", (2**31, 16, 2, 32))},
-        "k_cache: got 2147483648 blocks, accepted is at most 2^31 - 1 (ids are int32)",
+        "k_cache: got 2147483648 blocks, expected at most 2^31 - 1 (ids are int32)",
     ),
-    (MIXED, {"q": view("bfloat16", (7, 512))}, "q: got shape (7, 512), accepted is [num_tokens, num_heads, head_dim]"),
+    (MIXED, {"q": view("bfloat16", (7, 512))}, "q: got shape (7, 512), expected [num_tokens, num_heads, head_dim]"),
     (
         MIXED,
         {"q": view("bfloat16", (7, 8, 80))},
-        "q: got head_dim 80 (shape (7, 8, 80)), accepted is 64 as in k_cache",
+        "q: got head_dim 80 (shape (7, 8, 80)), expected 64 as in k_cache",
     ),
     (
         MIXED,
         {"q": view("bfloat16", (7, 5, 64)), "out": None, "lse": None},
-        "q: got 5 heads, accepted is a multiple of the 2 KV heads of k_cache",
+        "q: got 5 heads, expected a multiple of the 2 KV heads of k_cache",
     ),
     (MIXED, {"q": view("bfloat16", (7, 0, 64))}, "q: got num_heads 0 (shape ("),
     (MIXED, {"q": None}, "q: got None although out is given"),
     (MIXED, {"q": None, "out": None}, "q: got None although lse is given"),
-    (MIXED, {"out": view("float32", (7, 8, 32))}, "out: got dtype float32, accepted is that of q, bfloat16"),
+    (MIXED, {"out": view("float32", (7, 8, 32))}, "out: got dtype float32, expected that of q, bfloat16"),
     (
         MIXED,
         {"out": view("bfloat16", (7, 8, 64))},
-        "out: got head_dim_v 64 (shape (7, 8, 64)), accepted is 32 as in v_cache",
+        "out: got head_dim_v 64 (shape (7, 8, 64)), expected 32 as in v_cache",
     ),
     (
         MIXED,
         {"out": view("bfloat16", (6, 8, 32))},
-        "out: got num_tokens 6 (shape (6, 8, 32)), accepted is 7 as in q",
+        "out: got num_tokens 6 (shape (6, 8, 32)), expected 7 as in q",
     ),
     (
         MIXED,
         {"out": view("bfloat16", (7, 8, 32), read_only=True)},
-        "out: got read-only memory, accepted is memory that c",
+        "out: got read-only memory, expected memory that c",
     ),
     (
         MIXED,
@@ -290,35 +288,35 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "out: got elements that share memory (shape (7, 8, 32), ",
     ),
     (MIXED, {"out": view("bfloat16", (7, 8, 32), (256, 16, 1))}, "out: got elements that share memory"),
-    (MIXED, {"lse": view("bfloat16", (7, 8))}, "lse: got dtype bfloat16, accepted is float32"),
+    (MIXED, {"lse": view("bfloat16", (7, 8))}, "lse: got dtype bfloat16, expected float32"),
     (
         MIXED,
         {"lse": view("float32", (8, 7))},
-        "lse: got num_tokens 8 (shape (8, 7)), accepted is 7 as in q",
+        "lse: got num_tokens 8 (shape (8, 7)), expected 7 as in q",
     ),
     (MIXED, {"lse": view("float32", (7, 8), (4, 1))}, "lse: got elements that share memory"),
     (MIXED, {"lse": view("float32", (7, 8), read_only=True)}, "lse: got read-only memory"),
     (
         MIXED,
         {"block_size": 8},
-        "k_cache: got block_size 16 (shape (10, 16, 2, 64)), accepted is 8 as in block_size",
+        "k_cache: got block_size 16 (shape (10, 16, 2, 64)), expected 8 as in block_size",
     ),
     (
         MIXED,
         {"num_blocks": 9},
-        "k_cache: got num_blocks 10 (shape (10, 16, 2, 64)), accepted is 9 as in num_blocks",
+        "k_cache: got num_blocks 10 (shape (10, 16, 2, 64)), expected 9 as in num_blocks",
     ),
-    (MIXED, {"max_seqlen_q": -1}, "max_seqlen_q: got -1, accepted is 0 to 9223372036854775807"),
-    (MIXED, {"max_seqlen_q": 1.0}, "max_seqlen_q: got float 1.0, accepted is an int"),
-    (MIXED, {"max_seqlen_q": True}, "max_seqlen_q: got bool True, accepted is an int"),
-    (BOOKKEEPING, {"block_size": None}, "block_size: got None and no caches to take it from, accepted is an int"),
-    (BOOKKEEPING, {"block_size": 0}, "block_size: got 0, accepted is 1 to"),
-    (BOOKKEEPING, {"block_size": -16}, "block_size: got -16, accepted is 1 to"),
-    (BOOKKEEPING, {"block_size": "16"}, "block_size: got str '16', accepted is an int"),
-    (BOOKKEEPING, {"num_blocks": 2**31}, "num_blocks: got 2147483648, accepted is 0 to 2147483647"),
-    (BOOKKEEPING, {"num_blocks": -1}, "num_blocks: got -1, accepted is 0 to"),
+    (MIXED, {"max_seqlen_q": -1}, "max_seqlen_q: got -1, expected 0 to 9223372036854775807"),
+    (MIXED, {"max_seqlen_q": 1.0}, "max_seqlen_q: got float 1.0, expected an int"),
+    (MIXED, {"max_seqlen_q": True}, "max_seqlen_q: got bool True, expected an int"),
+    (BOOKKEEPING, {"block_size": None}, "block_size: got None and no caches to take it from, expected an int"),
+    (BOOKKEEPING, {"block_size": 0}, "block_size: got 0, expected 1 to"),
+    (BOOKKEEPING, {"block_size": -16}, "block_size: got -16, expected 1 to"),
+    (BOOKKEEPING, {"block_size": "16"}, "block_size: got str '16', expected an int"),
+    (BOOKKEEPING, {"num_blocks": 2**31}, "num_blocks: got 2147483648, expected 0 to 2147483647"),
+    (BOOKKEEPING, {"num_blocks": -1}, "num_blocks: got -1, expected 0 to"),
     ({}, {"cu_seqlens_q": view(I32, (4,)), "block_size": 4}, "block_table: got None although cu_seqlens_q is given"),
-    ({}, {"block_size": 4}, "block_table, slot_mapping, k_cache: got None for every array, accepted is at least one"),
+    ({}, {"block_size": 4}, "block_table, slot_mapping, k_cache: got None for every array, expected at least one"),
 ]
 
 

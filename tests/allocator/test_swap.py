@@ -218,7 +218,7 @@ def test_fork_then_release_window_in_both() -> None:
     assert step.block_table.tolist()[1][:2] == [-1, -1]
     with pytest.raises(InvalidArgument, match="given back"):
         allocator.truncate(seq, 6)
-    with pytest.raises(InvalidArgument, match="first_needed: got 15, accepted is from 0 to 14"):
+    with pytest.raises(InvalidArgument, match="first_needed: got 15, expected 0 to 14"):
         allocator.release_window(seq, 15)
     allocator.check()
 

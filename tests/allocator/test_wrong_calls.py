@@ -44,7 +44,7 @@ class Scene:
 
 
 WRONG: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
-    "no blocks": (lambda s: BlockAllocator(0, 4), InvalidArgument, "num_blocks: got 0, accepted is from 1"),
+    "no blocks": (lambda s: BlockAllocator(0, 4), InvalidArgument, "num_blocks: got 0, expected at least 1"),
     "negative blocks": (lambda s: BlockAllocator(-1, 4), InvalidArgument, "num_blocks: got -1"),
     "too many blocks": (lambda s: BlockAllocator(2**31, 4), InvalidArgument, "num_blocks"),
     "block size 0": (lambda s: BlockAllocator(4, 0), InvalidArgument, "block_size: got 0"),
@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "salt bool": (lambda s: s.a.create(1, salt=True), InvalidType, "salt: got bool"),
     "salt huge": (lambda s: s.a.create(1, salt=1 << 4096), InvalidArgument, "salt: got an int of 4097 bits"),
     "salt float": (lambda s: s.a.create(1, salt=1.0), InvalidType, "salt: got float"),
-    "priority 4": (lambda s: s.a.create(1, priority=4), InvalidArgument, "priority: got 4, accepted is from 0 to 3"),
+    "priority 4": (lambda s: s.a.create(1, priority=4), InvalidArgument, "priority: got 4, expected 0 to 3"),
     "priority -1": (lambda s: s.a.create(1, priority=-1), InvalidArgument, "priority: got -1"),
     "can_allocate -1": (lambda s: s.a.can_allocate(-1), InvalidArgument, "tokens: got -1"),
     "can_allocate salt": (lambda s: s.a.can_allocate([1], salt={}), InvalidType, "salt: got dict"),
@@ -123,7 +123,7 @@ WRONG: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "mixed None": (lambda s: s.a.mixed([s.seq], [1], None), InvalidType, "prefilling: got NoneType"),
     "window too far": (lambda s: s.a.release_window(s.seq, 6), InvalidArgument, "first_needed: got 6"),
     "window float": (lambda s: s.a.release_window(s.seq, 1.0), InvalidType, "first_needed: got 1.0"),
-    "swap in live": (lambda s: s.a.swap_in([s.seq]), StaleSequence, "is live, accepted is one that is swapped out"),
+    "swap in live": (lambda s: s.a.swap_in([s.seq]), StaleSequence, "is live, expected one that is swapped out"),
     "swap out without a host": (lambda s: s.a.swap_out([s.seq]), OutOfBlocks, "2 host blocks needed, 0 free"),
     "swap out a sequence": (lambda s: s.a.swap_out(s.seq), InvalidType, "seqs: got Sequence"),
     "pin freed": (lambda s: s.a.pin(s.gone), StaleSequence, "is freed"),
@@ -139,7 +139,7 @@ WRONG: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "truncate longer": (
         lambda s: s.a.truncate(s.seq, 6),
         InvalidArgument,
-        "num_tokens: got 6, accepted is from 0",
+        "num_tokens: got 6, expected 0 to 5",
     ),
     "truncate -1": (lambda s: s.a.truncate(s.seq, -1), InvalidArgument, "num_tokens: got -1"),
     "truncate bool": (lambda s: s.a.truncate(s.seq, False), InvalidType, "num_tokens: got False"),

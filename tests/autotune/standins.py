@@ -32,7 +32,7 @@ class Tunable(ReferenceBackend):
 
     def make_config(self, fields: Mapping[str, object]) -> Config:
         if set(fields) - {"tile"}:
-            raise InvalidArgument(f"config: got {sorted(fields)}, accepted is tile")
+            raise InvalidArgument(f"config: got {sorted(fields)}, expected tile")
         return TunableConfig(**fields)  # type: ignore[arg-type]
 
     def attention(self, call: AttentionCall, config: Config) -> None:

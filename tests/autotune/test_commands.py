@@ -166,10 +166,10 @@ def test_the_model_that_is_asked_for(recorded_file: str, tmp_path: Path, capsys:
         (["replay"], "records: none of this machine: run python -m pagedkern.autotune, or name a file"),
         (["report", "no.jsonl"], "records: no.jsonl: cannot be read: No such file"),
         (["export", "no.jsonl"], "no.jsonl"),
-        (["import", "no.json"], "no.json: got No such file or directory, accepted is a file that export wrote"),
-        (["workloads", "chats"], "accepted is one of chat"),
-        (["explain", "--memory", "lots"], "accepted is bytes"),
-        (["explain", "--model", "gpt"], "accepted is one of llama-3-8b"),
+        (["import", "no.json"], "no.json: got No such file or directory, expected a file that export wrote"),
+        (["workloads", "chats"], "expected one of chat"),
+        (["explain", "--memory", "lots"], "expected bytes"),
+        (["explain", "--model", "gpt"], "expected one of llama-3-8b"),
         (["explain", "--workload", "no.toml"], "cannot be read"),
         (["--workload", "no.csv"], "cannot be read"),
     ],
@@ -191,7 +191,7 @@ def test_a_file_that_is_no_profile(content: str, tmp_path: Path, capsys: pytest.
     path = tmp_path / "p.json"
     path.write_text(content)
     assert main(["import", str(path)]) == 2
-    assert "accepted is a file that export wrote" in capsys.readouterr().err
+    assert "expected a file that export wrote" in capsys.readouterr().err
 
 
 def test_places_that_cannot_be_written(recorded_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

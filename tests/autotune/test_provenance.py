@@ -163,7 +163,7 @@ def test_block_sizes_for_a_gpu_by_its_number() -> None:
     assert recommend("chat", "8GB", model=LLAMA, device="cuda:1").tier == "tuned"
     assert recommend("chat", "8GB", model=LLAMA, device="cuda").tier == "default"
     for name, accepted in (("cuda:2", "'cuda:0' to 'cuda:1'"), ("cuda:x", "'cuda:1'"), ("mps", "'cpu', 'cuda'")):
-        with pytest.raises(InvalidArgument, match=f"device: got '{name}', accepted is .*{accepted}"):
+        with pytest.raises(InvalidArgument, match=f"device: got '{name}', expected .*{accepted}"):
             recommend("chat", "8GB", device=name)
 
 

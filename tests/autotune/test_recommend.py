@@ -168,7 +168,7 @@ def test_memory_that_is_none(text: int | str) -> None:
 
 
 def test_an_unknown_workload_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="accepted is one of chat"):
+    with pytest.raises(InvalidArgument, match="expected one of chat"):
         recommend("no such thing", MEMORY)
 
 

@@ -90,10 +90,10 @@ def test_a_model_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gpt-5", "model: got 'gpt-5', accepted is one of llama-3-8b"),
+        ("gpt-5", "model: got 'gpt-5', expected one of llama-3-8b"),
         ("heads=6", "kv_heads is missing"),
         ("heads=6,x=1", "unknown key 'x'"),
-        ("heads=6,kv_heads=4,head_dim=64,layers=1,dtype=float32,weight_bytes=1", "accepted is a multiple of 4"),
+        ("heads=6,kv_heads=4,head_dim=64,layers=1,dtype=float32,weight_bytes=1", "expected a multiple of 4"),
         ("heads=-6,kv_heads=4,head_dim=64,layers=1,dtype=float32,weight_bytes=1", "heads: got -6"),
         ("heads=1.5,kv_heads=1,head_dim=64,layers=1,dtype=float32,weight_bytes=1", "heads: got 1.5"),
         ("heads=4,kv_heads=4,head_dim=64,layers=1,dtype=int4,weight_bytes=1", "dtype: got 'int4'"),
@@ -196,10 +196,10 @@ def test_a_trace_of_ones_own(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "x,y\n1,2\n", "line 2: prompt is missing: got 'x', 'y', accepted is prompt or input_length"),
+        ("a.csv", "x,y\n1,2\n", "line 2: prompt is missing: got 'x', 'y', expected prompt or input_length"),
         ("a.csv", "prompt,output\n1,\n", "line 2: output: got ''"),
         ("a.csv", "prompt,output\n1,2\n-4,2\n", "line 3: prompt: got '-4'"),
-        ("a.csv", "prompt,output,shared\n4,2,5\n", "line 2: shared: got 5, accepted is 0 to 4"),
+        ("a.csv", "prompt,output,shared\n4,2,5\n", "line 2: shared: got 5, expected 0 to 4"),
         ("a.csv", "prompt,output\n", "no request"),
         ("a.csv", "", "no request"),
         ("a.jsonl", "{", "line 1: got what is no JSON"),
@@ -210,7 +210,7 @@ def test_a_trace_of_ones_own(tmp_path: Path, name: str) -> None:
         ("a.csv", f"prompt,output\n{'9' * 200000},1\n", "cannot be read: field larger"),
         ("a.toml", "limit = " + "[" * 5000, "got what is no TOML"),
         ("a.toml", "limit = " + "9" * 5000, "cannot be read: Exceeds the limit"),
-        ("a.txt", "", "got a .txt file, accepted are .toml, .csv, .jsonl"),
+        ("a.txt", "", "got a .txt file, expected .toml, .csv, .jsonl"),
     ],
 )
 def test_a_malformed_trace_is_refused_by_line(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -240,7 +240,7 @@ def test_what_is_not_there_or_no_text(tmp_path: Path) -> None:
     (tmp_path / "of.toml").write_text('requests_file = "rows.csv"')
     with pytest.raises(InvalidArgument, match=r"rows\.csv: cannot be read: No such file"):
         workloads.load(tmp_path / "of.toml")
-    with pytest.raises(InvalidArgument, match="accepted is one of chat, code"):
+    with pytest.raises(InvalidArgument, match="expected one of chat, code"):
         workloads.load("chats")
     for name in ("a.toml", "a.csv", "a.jsonl"):
         (tmp_path / name).write_bytes(b"\xff\xfe\x00" + json.dumps({"a": 1}).encode())

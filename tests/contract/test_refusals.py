@@ -1,4 +1,4 @@
-"""Clause 7: a wrong call is refused with the argument, what was given and what is accepted, and changes nothing."""
+"""Clause 7: a wrong call is refused with the argument, what was given and what was expected, and changes nothing."""
 
 from __future__ import annotations
 
@@ -138,17 +138,17 @@ def _set(name: str, index: Any, value: int) -> Callable[[Arguments], None]:
 BIG = 2**31 - 1
 BAD_NUMBERS: list[tuple[str, Callable[[Arguments], None], tuple[str, ...]]] = [
     # sequence 1 has tokens 0 .. 15 in column 0 only; sequence 2 has 31 tokens in both
-    ("block_table", _set("block_table", (1, 0), 6), ("sequence 1", "block_table[1, 0]", "got 6", "0 .. 5")),
+    ("block_table", _set("block_table", (1, 0), 6), ("sequence 1", "block_table[1, 0]", "got 6", "0 to 5")),
     (
         "block_table",
         _set("block_table", (2, 1), -1),
-        ("sequence 2", "block_table[2, 1]", "got -1", "16 .. 30", "0 .. 5"),
+        ("sequence 2", "block_table[2, 1]", "got -1", "16 to 30", "0 to 5"),
     ),
-    ("block_table", _set("block_table", (0, 1), BIG), ("sequence 0", "block_table[0, 1]", f"got {BIG}", "16 .. 19")),
+    ("block_table", _set("block_table", (0, 1), BIG), ("sequence 0", "block_table[0, 1]", f"got {BIG}", "16 to 19")),
     ("block_table", _set("block_table", (0, 0), -(2**31)), ("sequence 0", "block_table[0, 0]", f"got {-(2**31)}")),
-    ("seq_lens", _set("seq_lens", 1, -1), ("sequence 1", "got -1", "0 .. 32")),
-    ("seq_lens", _set("seq_lens", 2, 33), ("sequence 2", "got 33", "0 .. 32")),
-    ("seq_lens", _set("seq_lens", 0, BIG), ("sequence 0", f"got {BIG}", "0 .. 32")),
+    ("seq_lens", _set("seq_lens", 1, -1), ("sequence 1", "got -1", "0 to 32")),
+    ("seq_lens", _set("seq_lens", 2, 33), ("sequence 2", "got 33", "0 to 32")),
+    ("seq_lens", _set("seq_lens", 0, BIG), ("sequence 0", f"got {BIG}", "0 to 32")),
     ("cu_seqlens_q", _set("cu_seqlens_q", 0, 1), ("cu_seqlens_q[0]", "got 1")),
     ("cu_seqlens_q", _set("cu_seqlens_q", 2, 0), ("sequence 1", "-1")),
     ("cu_seqlens_q", _set("cu_seqlens_q", 3, 8), ("got 8", "7")),
@@ -175,7 +175,7 @@ def test_debug_finds_more_queries_than_max_seqlen_q(target: Target) -> None:
 def test_debug_finds_bad_slots(target: Target, slot: int) -> None:
     arguments = right(target, wrong_calls.right_write)
     arguments["slot_mapping"][3] = slot
-    words = ("slot_mapping[3]", "token 3", f"got {slot}", "0 .. 95")
+    words = ("slot_mapping[3]", "token 3", f"got {slot}", "0 to 95")
     check_refused(pagedkern.write_kv, arguments, Wrong("slot_mapping", "", {"debug": True}, words, BlockIndexError))
 
 
@@ -184,7 +184,7 @@ def test_debug_finds_bad_slots(target: Target, slot: int) -> None:
 def test_debug_finds_bad_blocks_to_copy(target: Target, name: str, block: int) -> None:
     arguments = right(target, wrong_calls.right_copy)
     arguments[name][1] = block
-    words = (f"{name}[1]", f"got {block}", "0 .. 5")
+    words = (f"{name}[1]", f"got {block}", "0 to 5")
     check_refused(pagedkern.copy_blocks, arguments, Wrong(name, "", {"debug": True}, words, BlockIndexError))
 
 

@@ -40,7 +40,7 @@ class RightBackend:
 
     def make_config(self, fields: Mapping[str, object]) -> Config:
         if fields:
-            raise InvalidArgument(f"config: got {sorted(fields)}, accepted is no field")
+            raise InvalidArgument(f"config: got {sorted(fields)}, expected no field")
         return ToyConfig()
 
     def attention(self, call: AttentionCall, config: Config) -> None:

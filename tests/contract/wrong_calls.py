@@ -1,6 +1,6 @@
 """Wrong calls of every operation, each with the error that it must give and words that its message must contain.
 
-A message begins with the name of the argument at fault; the words are what was given and what is accepted. `change`
+A message begins with the name of the argument at fault; the words are what was given and what was expected. `change`
 gives the arguments that differ from those of a right call; where it is a function, it makes them from the right ones.
 """
 

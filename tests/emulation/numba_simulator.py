@@ -139,7 +139,7 @@ class Kernel:
         if kinds is None:
             raise TypeError(f"{self.function.__name__}: a kernel that is launched needs a signature")
         if len(kinds) != len(args):
-            raise TypeError(f"{self.function.__name__}: got {len(args)} arguments, accepted are {len(kinds)}")
+            raise TypeError(f"{self.function.__name__}: got {len(args)} arguments, expected {len(kinds)}")
         if not (0 < grid.x < 2**31 and 0 < grid.y < 2**16 and 0 < grid.z < 2**16):
             raise ValueError(f"{self.function.__name__}: a grid of {tuple(grid)} blocks")
         if not 0 < size.x * size.y * size.z <= 1024:

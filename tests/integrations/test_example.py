@@ -75,5 +75,5 @@ def test_a_prompt_of_the_users_own_is_continued_and_sampled(real: Real) -> None:
 def test_a_wrong_option_is_one_line(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="rich is not installed")
     monkeypatch.setattr(example, "load", lambda *_: (real.model, real.tokenizer))
-    with pytest.raises(SystemExit, match=r"InvalidArgument: backend: got 'abacus', accepted are"):
+    with pytest.raises(SystemExit, match=r"InvalidArgument: backend: got 'abacus', expected"):
         example.main(["--backend", "abacus"])

@@ -193,25 +193,25 @@ def test_the_model_gets_its_attention_back(before: str) -> None:
 
 
 REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    ("Hello", {}, InvalidType, r"prompts: got str, accepted is a list of strings, or of lists of token ids"),
-    (7, {}, InvalidType, r"prompts: got int, accepted is a list"),
-    ([], {}, InvalidArgument, r"prompts: got none, accepted is a list"),
-    (["Hello"], {}, InvalidType, r"prompts\[0\]: got a string, accepted are token ids, or strings with a tokenizer"),
-    ([[1], []], {}, InvalidArgument, r"prompts\[1\]: got no tokens, accepted is one at least"),
-    ([[1]], {"n": 0}, InvalidArgument, r"n: got 0, accepted is an integer >= 1"),
-    ([[1]], {"n": 1.0}, InvalidArgument, r"n: got 1\.0, accepted is an integer >= 1"),
-    ([[1]], {"max_new_tokens": True}, InvalidArgument, r"max_new_tokens: got True, accepted is an integer >= 1"),
-    ([[1]], {"block_size": 0}, InvalidArgument, r"block_size: got 0, accepted is an integer >= 1"),
-    ([[1]], {"temperature": -1.0}, InvalidArgument, r"temperature: got -1\.0, accepted is a finite number >= 0"),
+    ("Hello", {}, InvalidType, r"prompts: got str, expected a list of strings, or of lists of token ids"),
+    (7, {}, InvalidType, r"prompts: got int, expected a list"),
+    ([], {}, InvalidArgument, r"prompts: got none, expected a list"),
+    (["Hello"], {}, InvalidType, r"prompts\[0\]: got a string, expected token ids, or strings with a tokenizer"),
+    ([[1], []], {}, InvalidArgument, r"prompts\[1\]: got no tokens, expected one at least"),
+    ([[1]], {"n": 0}, InvalidArgument, r"n: got 0, expected an integer >= 1"),
+    ([[1]], {"n": 1.0}, InvalidArgument, r"n: got 1\.0, expected an integer >= 1"),
+    ([[1]], {"max_new_tokens": True}, InvalidArgument, r"max_new_tokens: got True, expected an integer >= 1"),
+    ([[1]], {"block_size": 0}, InvalidArgument, r"block_size: got 0, expected an integer >= 1"),
+    ([[1]], {"temperature": -1.0}, InvalidArgument, r"temperature: got -1\.0, expected a finite number >= 0"),
     ([[1]], {"temperature": float("nan")}, InvalidArgument, r"temperature: got nan"),
-    ([[1]], {"top_p": 0.0}, InvalidArgument, r"top_p: got 0\.0, accepted is a number in \(0, 1\]"),
+    ([[1]], {"top_p": 0.0}, InvalidArgument, r"top_p: got 0\.0, expected a number in \(0, 1\]"),
     ([[1]], {"backend": "abacus"}, InvalidArgument, r"backend: got 'abacus'"),
-    ([[1]], {"num_blocks": 0}, InvalidArgument, r"num_blocks: got 0, accepted is an integer >= 1"),
-    ([[1]], {"max_batch_tokens": 0}, InvalidArgument, r"max_batch_tokens: got 0, accepted is an integer >= 1"),
+    ([[1]], {"num_blocks": 0}, InvalidArgument, r"num_blocks: got 0, expected an integer >= 1"),
+    ([[1]], {"max_batch_tokens": 0}, InvalidArgument, r"max_batch_tokens: got 0, expected an integer >= 1"),
     ([[1]], {"policy": "luck"}, InvalidArgument, r"policy: got 'luck', expected one of 'swap', 'recompute', 'auto'"),
     ([[1]], {"costs": 1.0}, InvalidType, r"costs: got float, expected a Costs"),
     ([[1]], {"num_host_blocks": -1}, InvalidArgument, r"num_host_blocks"),
-    ([[1]], {"prefix_caching": 1}, InvalidType, r"prefix_caching: got 1, True or False is accepted"),
+    ([[1]], {"prefix_caching": 1}, InvalidType, r"prefix_caching: got 1, expected True or False"),
     (
         [[1], [1] * 9],
         {"num_blocks": 4},
@@ -241,7 +241,7 @@ def test_models_that_cannot(model: Any) -> None:
 def test_a_forward_pass_that_was_not_planned(model: Any) -> None:
     cache = PackedCache(model.config, num_blocks=4, backend="reference")
     model.set_attn_implementation("pagedkern")
-    with torch.inference_mode(), pytest.raises(InvalidArgument, match=r"input_ids: got \[1, 2\], accepted is what was"):
+    with torch.inference_mode(), pytest.raises(InvalidArgument, match=r"input_ids: got \[1, 2\], expected what was"):
         forward(model, cache, Inputs([5, 6], [0, 1], [1]))
 
 

@@ -1,4 +1,4 @@
-"""What cannot be done is refused with a message that says what was given and what is accepted, and changes nothing."""
+"""What cannot be done is refused with a message that says what was given and what was expected, and changes nothing."""
 
 from __future__ import annotations
 
@@ -84,23 +84,23 @@ def test_a_paged_cache_without_its_attention(model: Any, other: str) -> None:
 REFUSED: dict[str, tuple[Callable[[Any, PagedCache], Any], str]] = {
     "a custom mask": (
         lambda model, cache: model(IDS, attention_mask=torch.zeros(2, 1, 6, 6), **passing(cache)),
-        r"attention_mask: got a custom Tensor of shape \[2, 1, 6, 6\], accepted is a padding mask",
+        r"attention_mask: got a custom Tensor of shape \[2, 1, 6, 6\], expected a padding mask",
     ),
     "attention weights": (
         lambda model, cache: model(IDS, output_attentions=True, **passing(cache)),
-        r"output_attentions: .* accepted is False",
+        r"output_attentions: .* expected False",
     ),
     "dropout": (
         lambda model, cache: _with_dropout(model)(IDS, **passing(cache)),
-        r"dropout: got 0\.25, accepted is 0: call model\.eval\(\)",
+        r"dropout: got 0\.25, expected 0: call model\.eval\(\)",
     ),
     "a head mask": (
         lambda model, cache: model(IDS, head_mask=torch.ones(6), **passing(cache)),
-        r"head_mask: got Tensor, accepted is None",
+        r"head_mask: got Tensor, expected None",
     ),
     "a position bias": (
         lambda model, cache: model(IDS, position_bias=torch.ones(6), **passing(cache)),
-        r"position_bias: got Tensor, accepted is None",
+        r"position_bias: got Tensor, expected None",
     ),
     "no causality": (
         lambda model, cache: model(IDS, is_causal=False, **passing(cache)),
@@ -140,10 +140,8 @@ def test_masks_that_do_not_fit(model: Any) -> None:
     model(IDS, attention_mask=MASK, **passing(cache))
     new = IDS[:, :1]
     wrong = {
-        r"attention_mask: got None, accepted is one that covers the padding": None,
-        r"attention_mask: got shape \[2, 1\], accepted is \[2, 7\]: the 6 tokens seen before and the 1 new": MASK[
-            :, :1
-        ],
+        r"attention_mask: got None, expected one that covers the padding": None,
+        r"attention_mask: got shape \[2, 1\], expected \[2, 7\]: the 6 tokens seen before and the 1 new": MASK[:, :1],
         r"attention_mask: got other values than before for tokens that the cache has seen": torch.ones(2, 7).long(),
         r"attention_mask: got padding only": torch.cat([MASK, torch.zeros(2, 1).long()], 1),
     }
@@ -151,7 +149,7 @@ def test_masks_that_do_not_fit(model: Any) -> None:
         with pytest.raises(InvalidArgument, match=message):
             model(new, attention_mask=mask, **passing(cache))
         assert [seq.num_tokens for seq in cache.sequences] == [6, 4]
-    with pytest.raises(InvalidArgument, match=r"input_ids: got 1 rows, accepted are 2, those of the cache"):
+    with pytest.raises(InvalidArgument, match=r"input_ids: got 1 rows, expected 2, those of the cache"):
         model(new[:1], **passing(cache))
     model(new, attention_mask=torch.cat([MASK, torch.ones(2, 1).long()], 1), **passing(cache))
     assert [seq.num_tokens for seq in cache.sequences] == [7, 5]
@@ -220,10 +218,10 @@ def test_a_failed_pass_is_undone_before_the_cache_is_changed(model: Any, change:
         (
             {"num_blocks": None},
             InvalidArgument,
-            r"num_blocks: got None with max_tokens=None, accepted is one of the two",
+            r"num_blocks: got None with max_tokens=None, expected one of the two",
         ),
         ({"max_tokens": 8}, InvalidArgument, r"num_blocks: got 32 with max_tokens=8"),
-        ({"num_blocks": None, "max_tokens": 0}, InvalidArgument, r"max_tokens: got 0, accepted is an integer >= 1"),
+        ({"num_blocks": None, "max_tokens": 0}, InvalidArgument, r"max_tokens: got 0, expected an integer >= 1"),
         ({"num_blocks": None, "max_tokens": 8, "block_size": 0}, InvalidArgument, r"block_size: got 0"),
         ({"block_size": 0}, InvalidArgument, r"block_size"),
         ({"num_blocks": 0}, InvalidArgument, r"num_blocks"),
@@ -304,12 +302,12 @@ def test_masks_of_other_kinds() -> None:
 @pytest.mark.parametrize(
     ("prompt_list", "options", "words"),
     [
-        ([1, 2, 3], {}, r"prompts\[0\]: got 1, accepted is a list of strings"),
+        ([1, 2, 3], {}, r"prompts\[0\]: got 1, expected a list of strings"),
         ([[1], None], {}, r"prompts\[1\]: got None"),
         ([[1.9]], {}, r"prompts\[0\]: got \[1.9\]"),
-        ([[1], [2, 64_000]], {}, r"prompts\[1\]: got token id 64000, accepted is 0 \.\. "),
+        ([[1], [2, 64_000]], {}, r"prompts\[1\]: got token id 64000, expected 0 \.\. "),
         ([[-1]], {}, r"prompts\[0\]: got token id -1"),
-        ([[1]], {"temperature": "a"}, "temperature: got str 'a', accepted is a number"),
+        ([[1]], {"temperature": "a"}, "temperature: got str 'a', expected a number"),
         ([[1]], {"top_p": None}, "top_p: got NoneType"),
     ],
 )
@@ -339,7 +337,7 @@ def test_a_model_that_runs_fewer_layers_than_its_config(model: Any) -> None:
 def test_a_model_that_runs_more_layers_than_the_cache_has(model: Any) -> None:
     cache = cache_of(model)
     cache.layers.pop()
-    with pytest.raises(InvalidArgument, match=r"got K and V of layer 1, accepted is 0 \.\. 0"):
+    with pytest.raises(InvalidArgument, match=r"got K and V of layer 1, expected 0 \.\. 0"):
         model(IDS, **passing(cache))
 
 

@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
         profile = profiles.from_json(document)
     except files.INVALID as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise InvalidArgument(f"{given.file}: got {why}, accepted is a file that export wrote") from error
+        raise InvalidArgument(f"{given.file}: got {why}, expected a file that export wrote") from error
     kind = str(profile.device["type"])
     here = machine.present(kind) and dict(machine.identity(kind)) == dict(profile.device)
     whose = "this machine" if here else machine.describe(profile.device)

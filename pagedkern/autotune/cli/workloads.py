@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if given.name is not None:
         if given.name not in workloads.names():
-            raise InvalidArgument(f"got {given.name!r}, accepted is one of {', '.join(workloads.names())}")
+            raise InvalidArgument(f"got {given.name!r}, expected one of {', '.join(workloads.names())}")
         console.write((workloads.FOLDER / f"{given.name}.toml").read_text(encoding="utf-8"))
         return 0
     presets = [workloads.load(name) for name in workloads.names()]

@@ -42,7 +42,7 @@ def load(workload: str | Path | Traffic) -> Traffic:
     """A preset by its name, or a workload by its file: TOML as the presets are, or a CSV or JSONL trace.
 
     Raises:
-        InvalidArgument: no preset and no file of that name, or the file is malformed: says where, and what is accepted.
+        InvalidArgument: no preset and no file of that name, or the file is malformed: says where.
     """
     if isinstance(workload, Traffic):
         return workload
@@ -53,7 +53,7 @@ def load(workload: str | Path | Traffic) -> Traffic:
     path = Path(workload)
     if not path.suffix and not path.exists():
         raise InvalidArgument(
-            f"workload: got {str(workload)!r}, accepted is one of {', '.join(ORDER)}, or a .toml, .csv or .jsonl file"
+            f"workload: got {str(workload)!r}, expected one of {', '.join(ORDER)}, or a .toml, .csv or .jsonl file"
         )
     return load_file(path)
 

@@ -33,16 +33,14 @@ def load_file(path: Path) -> Traffic:
     """A workload from its file. Raises `InvalidArgument`."""
     readers = {".toml": _from_toml, ".csv": _from_rows, ".jsonl": _from_rows}
     if path.suffix not in readers:
-        raise InvalidArgument(
-            f"workload: {path}: got a {path.suffix or 'nameless'} file, accepted are .toml, .csv, .jsonl"
-        )
+        raise InvalidArgument(f"workload: {path}: got a {path.suffix or 'nameless'} file, expected .toml, .csv, .jsonl")
     try:
         return readers[path.suffix](path)
     except OSError as error:
         name = error.filename or path  # of its `requests_file`, perhaps
         raise InvalidArgument(f"workload: {name}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"workload: {path}: got bytes that are no UTF-8, accepted is UTF-8 text") from error
+        raise InvalidArgument(f"workload: {path}: got bytes that are no UTF-8, expected UTF-8 text") from error
     except InvalidArgument:
         raise
     except (ValueError, csv.Error) as error:  # a number of too many digits, a zero byte in a name, an endless field
@@ -56,7 +54,7 @@ def _from_toml(path: Path) -> Traffic:
         raise InvalidArgument(f"workload: {path}: got what is no TOML: {error}") from error
     for key in data:
         if key not in _KEYS:
-            raise InvalidArgument(f"workload: {path}: got an unknown key {key!r}, accepted are {', '.join(_KEYS)}")
+            raise InvalidArgument(f"workload: {path}: got an unknown key {key!r}, expected {', '.join(_KEYS)}")
     texts = {key: _text(path, key, data.get(key, path.stem if key == "name" else "")) for key in _TEXTS}
     numbers = {
         field: _whole(path, key, data[key], least, most)
@@ -65,7 +63,7 @@ def _from_toml(path: Path) -> Traffic:
     }
     beam = data.get("beam", False)
     if not isinstance(beam, bool):
-        raise InvalidArgument(f"workload: {path}: beam: got {beam!r}, accepted is true or false")
+        raise InvalidArgument(f"workload: {path}: beam: got {beam!r}, expected true or false")
     survival = _number(path, "survival", data.get("survival", 0.75), 0, 1)
     common = {**texts, **numbers, "beam": beam, "survival": survival, "model": _model(path, data.get("model"))}
     if "requests_file" in data:
@@ -73,11 +71,11 @@ def _from_toml(path: Path) -> Traffic:
         common.setdefault("limit", max(r.prompt + r.output for r in rows) + numbers.get("prefix", 0))
         return Traffic(rows=rows, **common)  # type: ignore[arg-type]
     if "limit" not in common:
-        raise InvalidArgument(f"workload: {path}: limit is missing, accepted is the longest context in tokens")
+        raise InvalidArgument(f"workload: {path}: limit is missing, expected the longest context in tokens")
     tables = {name: _quantiles(path, name, data) for name in _TABLES if name in data}
     for name in ("prompt", "output"):
         if name not in tables:
-            raise InvalidArgument(f"workload: {path}: [{name}] is missing, accepted is a table with tokens = [...]")
+            raise InvalidArgument(f"workload: {path}: [{name}] is missing, expected a table with tokens = [...]")
     return Traffic(prompt=tables["prompt"], output=tables["output"], shared=tables.get("shared_prefix"), **common)  # type: ignore[arg-type]
 
 
@@ -100,12 +98,12 @@ def _rows(path: Path) -> tuple[Request, ...]:
             prompt, output = (_field(path, where, entry, names, 1) for names in (PROMPT, OUTPUT))
             shared = _field(path, where, entry, SHARED, 0) if any(n in entry for n in SHARED) else 0
             if shared > prompt:
-                raise InvalidArgument(f"workload: {path}: {where}: shared: got {shared}, accepted is 0 to {prompt}")
+                raise InvalidArgument(f"workload: {path}: {where}: shared: got {shared}, expected 0 to {prompt}")
             rows.append(Request(prompt, output, shared))
             if len(rows) > MOST_ROWS:
-                raise InvalidArgument(f"workload: {path}: got more than {MOST_ROWS:,} requests, accepted are as many")
+                raise InvalidArgument(f"workload: {path}: got more than {MOST_ROWS:,} requests, expected as many")
     if not rows:
-        raise InvalidArgument(f"workload: {path}: got no request, accepted is at least one")
+        raise InvalidArgument(f"workload: {path}: got no request, expected at least one")
     return tuple(rows)
 
 
@@ -118,7 +116,7 @@ def _json_lines(path: Path, file: Iterable[str]) -> Iterable[tuple[int, Mapping[
         except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"workload: {path}: line {number}: got what is no JSON: {error}") from error
         if not isinstance(entry, dict):
-            raise InvalidArgument(f"workload: {path}: line {number}: got {entry!r:.40}, accepted is a JSON object")
+            raise InvalidArgument(f"workload: {path}: line {number}: got {entry!r:.40}, expected a JSON object")
         yield number, entry
 
 
@@ -127,7 +125,7 @@ def _field(path: Path, where: str, entry: Mapping[str, object], names: tuple[str
     if name is None:
         got = ", ".join(map(repr, entry)) or "nothing"
         raise InvalidArgument(
-            f"workload: {path}: {where}: {names[0]} is missing: got {got}, accepted is {' or '.join(names)}"
+            f"workload: {path}: {where}: {names[0]} is missing: got {got}, expected {' or '.join(names)}"
         )
     value = entry[name]
     if isinstance(value, str) and value.strip().isdecimal() and len(value) < 12:
@@ -138,26 +136,26 @@ def _field(path: Path, where: str, entry: Mapping[str, object], names: tuple[str
 def _quantiles(path: Path, name: str, data: Mapping[str, object]) -> Quantiles:
     table = data[name]
     if not isinstance(table, dict):
-        raise InvalidArgument(f"workload: {path}: {name}: got {table!r:.40}, accepted is a table")
+        raise InvalidArgument(f"workload: {path}: {name}: got {table!r:.40}, expected a table")
     key = "of_prompt" if name == "shared_prefix" else "tokens"
     top = 1.0 if name == "shared_prefix" else float(MOST_TOKENS)
     accepted = (key, "mean", "rank_correlation_with_prompt", "block", "of_all_prompt_tokens")
     for extra in table:
         if extra not in accepted:
             raise InvalidArgument(
-                f"workload: {path}: [{name}]: got an unknown key {extra!r}, accepted are {', '.join(accepted)}"
+                f"workload: {path}: [{name}]: got an unknown key {extra!r}, expected {', '.join(accepted)}"
             )
     shares = _list(path, "shares", data.get("shares"), 1.0)
     values = _list(path, f"[{name}] {key}", table.get(key), top)
     if len(shares) != len(values) or len(shares) < 2:
         raise InvalidArgument(
-            f"workload: {path}: [{name}] {key}: got {len(values)} values, accepted are as many as shares, "
+            f"workload: {path}: [{name}] {key}: got {len(values)} values, expected as many as shares, "
             f"{len(shares)}, two at least"
         )
     if shares[0] != 0 or shares[-1] != 1 or any(a >= b for a, b in itertools.pairwise(shares)):
-        raise InvalidArgument(f"workload: {path}: shares: got {shares}, accepted are ascending numbers from 0 to 1")
+        raise InvalidArgument(f"workload: {path}: shares: got {shares}, expected ascending numbers from 0 to 1")
     if any(a > b for a, b in itertools.pairwise(values)):
-        raise InvalidArgument(f"workload: {path}: [{name}] {key}: got values that descend, accepted are quantiles")
+        raise InvalidArgument(f"workload: {path}: [{name}] {key}: got values that descend, expected quantiles")
     where = f"[{name}] rank_correlation_with_prompt"
     correlation = _number(path, where, table.get("rank_correlation_with_prompt", 0), -1, 1)
     return Quantiles(tuple(shares), tuple(values), correlation)
@@ -165,29 +163,27 @@ def _quantiles(path: Path, name: str, data: Mapping[str, object]) -> Quantiles:
 
 def _list(path: Path, key: str, value: object, most: float) -> list[float]:
     if not isinstance(value, list):
-        raise InvalidArgument(f"workload: {path}: {key}: got {value!r:.40}, accepted is a list of numbers")
+        raise InvalidArgument(f"workload: {path}: {key}: got {value!r:.40}, expected a list of numbers")
     return [_number(path, f"{key}[{i}]", v, 0, most) for i, v in enumerate(value)]
 
 
 def _number(path: Path, key: str, value: object, least: float, most: float) -> float:
     if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:  # type: ignore[arg-type,operator]
-        raise InvalidArgument(
-            f"workload: {path}: {key}: got {value!r:.40}, accepted is a number from {least} to {most}"
-        )
+        raise InvalidArgument(f"workload: {path}: {key}: got {value!r:.40}, expected a number from {least} to {most}")
     return float(value)  # type: ignore[arg-type]
 
 
 def _whole(path: Path, key: str, value: object, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
         raise InvalidArgument(
-            f"workload: {path}: {key}: got {value!r:.40}, accepted is a whole number from {least:,} to {most:,}"
+            f"workload: {path}: {key}: got {value!r:.40}, expected a whole number from {least:,} to {most:,}"
         )
     return value
 
 
 def _text(path: Path, key: str, value: object) -> str:
     if not isinstance(value, str):
-        raise InvalidArgument(f"workload: {path}: {key}: got {value!r:.40}, accepted is a string")
+        raise InvalidArgument(f"workload: {path}: {key}: got {value!r:.40}, expected a string")
     return value
 
 
@@ -197,5 +193,5 @@ def _model(path: Path, value: object) -> Model | None:
     if isinstance(value, str):
         return model(value)
     if not isinstance(value, dict):
-        raise InvalidArgument(f"workload: {path}: model: got {value!r:.40}, accepted is a name or a table")
+        raise InvalidArgument(f"workload: {path}: model: got {value!r:.40}, expected a name or a table")
     return from_table(value, f"workload: {path}: [model]", path.stem)

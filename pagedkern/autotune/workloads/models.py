@@ -142,7 +142,7 @@ def model(spec: str | Path | Model) -> Model:
         return from_table({**configs.read(Path(name)), **changes}, f"model: {name}", spec)
     if name not in _presets() or len(changes) != len(parts) - 1:
         raise InvalidArgument(
-            f"model: got {spec!r}, accepted is one of {', '.join(model_names())}, one with changes such as "
+            f"model: got {spec!r}, expected one of {', '.join(model_names())}, one with changes such as "
             f"{model_names()[0]},dtype=float32, a folder with a config.json, or a shape such as "
             "heads=32,kv_heads=8,head_dim=128,layers=32,dtype=bfloat16,weight_bytes=16e9"
         )
@@ -165,7 +165,7 @@ def from_table(table: Mapping[str, object], where: str, name: str) -> Model:
     """A model from the keys of a TOML table; `where` names it in errors."""
     for key in table:
         if key not in _KEYS:
-            raise InvalidArgument(f"{where}: got an unknown key {key!r}, accepted are {', '.join(_KEYS)}")
+            raise InvalidArgument(f"{where}: got an unknown key {key!r}, expected {', '.join(_KEYS)}")
     for key in _REQUIRED:
         if key not in table:
             raise InvalidArgument(f"{where}: {key} is missing, required are {', '.join(_REQUIRED)}")
@@ -173,12 +173,12 @@ def from_table(table: Mapping[str, object], where: str, name: str) -> Model:
         kinds = _KEYS[key]
         if not isinstance(value, kinds) or isinstance(value, bool):
             wanted = "a string" if kinds is str else "a whole number" if kinds is int else "a number"
-            raise InvalidArgument(f"{where}: {key}: got {value!r}, accepted is {wanted}")
+            raise InvalidArgument(f"{where}: {key}: got {value!r}, expected {wanted}")
         if not isinstance(value, str) and not 0 < value < 2**63:  # type: ignore[operator]
-            raise InvalidArgument(f"{where}: {key}: got {value!r}, accepted is a number above 0")
+            raise InvalidArgument(f"{where}: {key}: got {value!r}, expected a number above 0")
     for key, accepted in (("dtype", FLOATS), ("kv_dtype", tuple(ITEMSIZE))):
         if table.get(key, accepted[0]) not in accepted:
-            raise InvalidArgument(f"{where}: {key}: got {table[key]!r}, accepted is one of {', '.join(accepted)}")
+            raise InvalidArgument(f"{where}: {key}: got {table[key]!r}, expected one of {', '.join(accepted)}")
     fields: dict[str, object] = {
         {"heads": "num_heads", "kv_heads": "num_kv_heads", "layers": "num_layers"}.get(key, key): value
         for key, value in table.items()
@@ -188,9 +188,9 @@ def from_table(table: Mapping[str, object], where: str, name: str) -> Model:
         fields.setdefault("window_layers", fields["num_layers"])
     made = Model(**fields)  # type: ignore[arg-type]
     if made.num_heads % made.num_kv_heads:
-        raise InvalidArgument(f"{where}: heads: got {made.num_heads}, accepted is a multiple of {made.num_kv_heads}")
+        raise InvalidArgument(f"{where}: heads: got {made.num_heads}, expected a multiple of {made.num_kv_heads}")
     if made.window_layers > made.num_layers:
-        raise InvalidArgument(f"{where}: window_layers: got {made.window_layers}, accepted is 1 to {made.num_layers}")
+        raise InvalidArgument(f"{where}: window_layers: got {made.window_layers}, expected 1 to {made.num_layers}")
     return made
 
 

@@ -29,7 +29,7 @@ class CpuConfig(Config):
 
     def __post_init__(self) -> None:
         if type(self.span) is not int or not 64 <= self.span <= MAX_SPAN or self.span % 64:
-            raise InvalidArgument(f"config.span: got {self.span!r}, accepted is a multiple of 64 from 64 to {MAX_SPAN}")
+            raise InvalidArgument(f"config.span: got {self.span!r}, expected a multiple of 64 from 64 to {MAX_SPAN}")
 
 
 class CpuBackend:

@@ -52,10 +52,10 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
     n_groups, n_items, n_partial, read, status, where, value = PLAN.get(neutral)(args, 1, 0, 0, neutral)
     if status == plan.BAD_LENGTH:
         most = f"{args.width} blocks * {args.block_size} tokens"
-        raise BlockIndexError(f"seq_lens[{where}] is {value}, accepted is 0 to {args.width * args.block_size} ({most})")
+        raise BlockIndexError(f"seq_lens[{where}] is {value}, expected 0 to {args.width * args.block_size} ({most})")
     if status == plan.BAD_START:
         raise BlockIndexError(
-            f"cu_seqlens_q[{where}] is {value}, accepted are prefix sums from 0 to at most {args.tokens} (rows of q)"
+            f"cu_seqlens_q[{where}] is {value}, expected prefix sums from 0 to at most {args.tokens} (rows of q)"
         )
     records = torch.empty(n_groups * plan.GROUP_SIZE + n_items * plan.ITEM_SIZE, dtype=torch.uint8, device=CPU)
     groups = records.data_ptr()
@@ -73,7 +73,7 @@ def attention(call: AttentionCall, span: int, isa: str = "native") -> None:
             raise BlockIndexError("block_table was written during the call, and held a block id out of range meanwhile")
         raise BlockIndexError(
             f"block_table[{i}, {j}] is {block} (sequence {i}, tokens from {j * args.block_size}), "
-            f"accepted is 0 to {args.blocks - 1}"
+            f"expected 0 to {args.blocks - 1}"
         )
     del keep, memory
 
@@ -169,7 +169,7 @@ def write_kv(call: WriteCall, isa: str = "native") -> None:
     bad = FIND_BAD_SLOT.get(tg)(args, tg)
     if bad >= 0:
         raise BlockIndexError(
-            f"slot_mapping[{bad}] is {int(slots[bad])}, accepted is -1 (write nothing) or 0 to {n * block_size - 1} "
+            f"slot_mapping[{bad}] is {int(slots[bad])}, expected -1 (write nothing) or 0 to {n * block_size - 1} "
             f"({n} blocks * {block_size} tokens)"
         )
     k, k_scale = _rows(call.k, call.k_cache, call.k_scale)

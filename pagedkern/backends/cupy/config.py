@@ -44,21 +44,21 @@ class CupyConfig(Config):
         self._check("decode_tokens", range(1, 129))
         if type(self.span) is not int or not self.tile <= self.span <= PREFILL_SPAN or self.span % self.tile:
             accepted = f"a multiple of tile ({self.tile}) up to {PREFILL_SPAN}"
-            raise InvalidArgument(f"config.span: got {self.span!r}, accepted is {accepted}")
+            raise InvalidArgument(f"config.span: got {self.span!r}, expected {accepted}")
         if not 8 <= self.tile // self.warps <= 32:
             raise InvalidArgument(
-                f"config.warps: got {self.warps} for a tile of {self.tile} keys, accepted are 8 to 32 keys for each"
+                f"config.warps: got {self.warps} for a tile of {self.tile} keys, expected 8 to 32 keys for each"
             )
         if self.prefill_tile // self.prefill_warps > 32 or self.prefill_tile < self.prefill_warps:
-            raise InvalidArgument(f"config.prefill_warps: got {self.prefill_warps}, accepted is 1 for at most 32 keys")
+            raise InvalidArgument(f"config.prefill_warps: got {self.prefill_warps}, expected 1 for at most 32 keys")
         if self.copy not in ("auto", "bulk", "async", "plain"):
-            raise InvalidArgument(f"config.copy: got {self.copy!r}, accepted are 'auto', 'bulk', 'async', 'plain'")
+            raise InvalidArgument(f"config.copy: got {self.copy!r}, expected 'auto', 'bulk', 'async', 'plain'")
 
     def _check(self, name: str, accepted: range | tuple[int, ...]) -> None:
         value = getattr(self, name)
         if type(value) is not int or value not in accepted:
             some = f"{accepted[0]} to {accepted[-1]}" if isinstance(accepted, range) else ", ".join(map(str, accepted))
-            raise InvalidArgument(f"config.{name}: got {value!r}, accepted are {some}")
+            raise InvalidArgument(f"config.{name}: got {value!r}, expected {some}")
 
 
 class Model(NamedTuple):

@@ -112,7 +112,7 @@ def _attend(
     if shared > limit:
         raise InvalidArgument(
             f"config: got tiles and stages that take {shared} bytes of shared memory for {instance.dim_k} and "
-            f"{instance.dim_v} elements a head, accepted are {limit} on this device"
+            f"{instance.dim_v} elements a head, expected {limit} on this device"
         )
     plan.instance = instance.struct
     macros = {} if run.generic else {"PAGEDKERN_INSTANCE": instance.macro}
@@ -230,7 +230,7 @@ def _copy(
         unit //= 2
     if pairs * unit > limit or len(dims) > COPY_DIMS:
         raise Unsupported(
-            f"copy_blocks: got {pairs} pairs of blocks of {len(dims)} strided dimensions, accepted are {limit} pairs "
+            f"copy_blocks: got {pairs} pairs of blocks of {len(dims)} strided dimensions, expected {limit} pairs "
             f"and {COPY_DIMS} dimensions in one call"
         )
     column = max(unit, min(COLUMN, run_bytes, max(COPY_SHARED, pairs * unit) // pairs) // unit * unit)

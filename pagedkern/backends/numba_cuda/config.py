@@ -36,12 +36,12 @@ class NumbaCudaConfig(Config):
             if type(value) is not int or not low <= value <= high or value & (value - 1):
                 or_zero = "0 or " if name == "decode_rows" else ""
                 raise InvalidArgument(
-                    f"config.{name}: got {value!r}, accepted is {or_zero}a power of two from {low} to {high}"
+                    f"config.{name}: got {value!r}, expected {or_zero}a power of two from {low} to {high}"
                 )
         if type(self.splits) is not int or not 1 <= self.splits <= 256:
-            raise InvalidArgument(f"config.splits: got {self.splits!r}, accepted is an integer from 1 to 256")
+            raise InvalidArgument(f"config.splits: got {self.splits!r}, expected an integer from 1 to 256")
         if self.span < self.keys:
-            raise InvalidArgument(f"config.span: got {self.span}, accepted is at least config.keys, {self.keys}")
+            raise InvalidArgument(f"config.span: got {self.span}, expected at least config.keys, {self.keys}")
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,13 @@ class TritonConfig(Config):
         for name, accepted in _ACCEPTED.items():
             value = getattr(self, name)
             if type(value) is not int or value not in accepted:
-                some = ", ".join(map(str, accepted)) if len(accepted) < 12 else f"{accepted[0]} .. {accepted[-1]}"
+                some = ", ".join(map(str, accepted)) if len(accepted) < 12 else f"{accepted[0]} to {accepted[-1]}"
                 powers = ", a power of two" if len(accepted) >= 12 and accepted[2] != accepted[1] + 1 else ""
-                raise InvalidArgument(f"config.{name}: got {value!r}, accepted is {some}{powers}")
+                raise InvalidArgument(f"config.{name}: got {value!r}, expected {some}{powers}")
         if self.span < self.tile:
-            raise InvalidArgument(f"config.span: got {self.span}, accepted is at least the tile, {self.tile}")
+            raise InvalidArgument(f"config.span: got {self.span}, expected at least the tile, {self.tile}")
         if type(self.allow_tf32) is not bool:
-            raise InvalidArgument(f"config.allow_tf32: got {self.allow_tf32!r}, accepted is True or False")
+            raise InvalidArgument(f"config.allow_tf32: got {self.allow_tf32!r}, expected True or False")
 
 
 def operand(problem: Problem) -> str:

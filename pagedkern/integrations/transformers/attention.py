@@ -95,13 +95,13 @@ def attention(
     if attention_mask is not None and not isinstance(attention_mask, Mask):
         shape = list(getattr(attention_mask, "shape", ()))
         raise Unsupported(
-            f"attention_mask: got a custom {type(attention_mask).__name__} of shape {shape}, accepted is a padding mask"
+            f"attention_mask: got a custom {type(attention_mask).__name__} of shape {shape}, expected a padding mask"
             " [batch, tokens]"
         )
     if attention_mask is not None and attention_mask.window != sliding_window:
         raise Unsupported(
             f"attention mask: the model masks a span of {attention_mask.window} tokens and asks for sliding_window="
-            f"{sliding_window}, accepted is the same for both (no chunked attention)"
+            f"{sliding_window}, expected the same for both (no chunked attention)"
         )
     _refuse(query, dropout, is_causal, others)
     sinks = None if s_aux is None else s_aux.detach().float().contiguous()
@@ -117,14 +117,14 @@ def _refuse(query: Tensor, dropout: float, is_causal: bool | None, others: dict[
             "torch.inference_mode()"
         )
     if dropout:
-        raise Unsupported(f"dropout: got {dropout}, accepted is 0: call model.eval()")
+        raise Unsupported(f"dropout: got {dropout}, expected 0: call model.eval()")
     if is_causal is False:
-        raise Unsupported("is_causal: got False, accepted is causal attention")
+        raise Unsupported("is_causal: got False, expected causal attention")
     if others.get("output_attentions"):
-        raise Unsupported("output_attentions: paged attention keeps no weights, accepted is False")
+        raise Unsupported("output_attentions: paged attention keeps no weights, expected False")
     for name in _REFUSED:
         if others.get(name) is not None:
-            raise Unsupported(f"{name}: got {type(others[name]).__name__}, accepted is None")
+            raise Unsupported(f"{name}: got {type(others[name]).__name__}, expected None")
 
 
 def register() -> None:

@@ -79,7 +79,7 @@ def generate(
     for name, value in numbers.items():
         count(name, value)
     if model.training:
-        raise InvalidArgument("model: got one in training mode, accepted is one in evaluation mode: call model.eval()")
+        raise InvalidArgument("model: got one in training mode, expected one in evaluation mode: call model.eval()")
     if eos_token_id is None:
         eos_token_id = model.generation_config.eos_token_id
     eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
@@ -150,7 +150,7 @@ def _attention_of(model: Any) -> Iterator[None]:
 
 
 def _token_ids(prompts: List[str] | List[List[int]], tokenizer: Any, vocabulary: int) -> list[list[int]]:
-    accepted = "accepted is a list of strings, or of lists of token ids"
+    accepted = "expected a list of strings, or of lists of token ids"
     if isinstance(prompts, str) or not isinstance(prompts, List):
         raise InvalidType(f"prompts: got {type(prompts).__name__}, {accepted}")
     if not prompts:
@@ -158,17 +158,17 @@ def _token_ids(prompts: List[str] | List[List[int]], tokenizer: Any, vocabulary:
     result: list[list[int]] = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str) and tokenizer is None:
-            raise InvalidType(f"prompts[{i}]: got a string, accepted are token ids, or strings with a tokenizer")
+            raise InvalidType(f"prompts[{i}]: got a string, expected token ids, or strings with a tokenizer")
         tokens: Any = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         try:
             result.append([index(token) for token in tokens])
         except TypeError:
             raise InvalidType(f"prompts[{i}]: got {tokens!r:.80}, {accepted}") from None
         if not result[-1]:
-            raise InvalidArgument(f"prompts[{i}]: got no tokens, accepted is one at least")
+            raise InvalidArgument(f"prompts[{i}]: got no tokens, expected one at least")
         for token in result[-1]:
             if not 0 <= token < vocabulary:
-                raise InvalidArgument(f"prompts[{i}]: got token id {token}, accepted is 0 .. {vocabulary - 1}")
+                raise InvalidArgument(f"prompts[{i}]: got token id {token}, expected 0 to {vocabulary - 1}")
     return result
 
 

@@ -47,9 +47,7 @@ class PagedCache(PagedStore):
         **options: Any,
     ) -> None:
         if (num_blocks is None) == (max_tokens is None):
-            raise InvalidArgument(
-                f"num_blocks: got {num_blocks} with max_tokens={max_tokens}, accepted is one of the two"
-            )
+            raise InvalidArgument(f"num_blocks: got {num_blocks} with max_tokens={max_tokens}, expected one of the two")
         if num_blocks is None:
             num_blocks = -(-count("max_tokens", max_tokens) // count("block_size", block_size))
         super().__init__(config, num_blocks=num_blocks, block_size=block_size, **options)
@@ -82,7 +80,7 @@ class PagedCache(PagedStore):
             self._visible = torch.ones(batch, 0, dtype=torch.bool, device="cpu")
         if len(self._rows) != batch:
             raise InvalidArgument(
-                f"input_ids: got {batch} rows, accepted are {len(self._rows)}, those of the cache, until it is reset"
+                f"input_ids: got {batch} rows, expected {len(self._rows)}, those of the cache, until it is reset"
             )
         new = self._new_columns(length, visible)
         tokens = None
@@ -92,7 +90,7 @@ class PagedCache(PagedStore):
             counts: list[int] = new.sum(1).tolist()
             grown = [i for i, count in enumerate(counts) if count]
             if not grown:
-                raise InvalidArgument("attention_mask: got padding only for the new tokens, accepted is one real token")
+                raise InvalidArgument("attention_mask: got padding only for the new tokens, expected one real token")
             # Only the number of ids matters: without a prefix cache nothing is looked up by them.
             step = self.allocator.append([self._rows[i] for i in grown], [[0] * counts[i] for i in grown])
             tokens = new.flatten().nonzero().squeeze(1)
@@ -104,17 +102,17 @@ class PagedCache(PagedStore):
         batch, past = self._visible.shape
         if visible is None:
             if not bool(self._visible.all()):
-                raise InvalidArgument("attention_mask: got None, accepted is one that covers the padding in the cache")
+                raise InvalidArgument("attention_mask: got None, expected one that covers the padding in the cache")
             return torch.ones(batch, length, dtype=torch.bool, device="cpu")
         host = visible.to("cpu", torch.bool)
         if host.shape != (batch, past + length):
             raise InvalidArgument(
-                f"attention_mask: got shape {list(host.shape)}, accepted is [{batch}, {past + length}]: the {past} "
+                f"attention_mask: got shape {list(host.shape)}, expected [{batch}, {past + length}]: the {past} "
                 f"tokens seen before and the {length} new ones"
             )
         if not torch.equal(host[:, :past], self._visible):
             raise InvalidArgument(
-                "attention_mask: got other values than before for tokens that the cache has seen, accepted are the same"
+                "attention_mask: got other values than before for tokens that the cache has seen, expected the same"
             )
         return host[:, past:]
 

@@ -41,7 +41,7 @@ class PackedCache(PagedStore):
         planned, self._planned = self._planned, None
         if planned is None or visible is not None or (batch, length) != (1, planned.num_tokens):
             raise InvalidArgument(
-                f"input_ids: got [{batch}, {length}], accepted is what was planned, without a mask: "
+                f"input_ids: got [{batch}, {length}], expected what was planned, without a mask: "
                 f"{planned and [1, planned.num_tokens]}"
             )
         return Forward((batch, length), planned, None)

@@ -27,13 +27,11 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
             if isinstance(value := getattr(self, name), bool) or not isinstance(value, (int, float)):
-                raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, accepted is a number")
+                raise InvalidType(f"{name}: got {type(value).__name__} {value!r}, expected a number")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InvalidArgument(
-                f"temperature: got {self.temperature}, accepted is a finite number >= 0 (0 is greedy)"
-            )
+            raise InvalidArgument(f"temperature: got {self.temperature}, expected a finite number >= 0 (0 is greedy)")
         if not 0 < self.top_p <= 1:
-            raise InvalidArgument(f"top_p: got {self.top_p}, accepted is a number in (0, 1]")
+            raise InvalidArgument(f"top_p: got {self.top_p}, expected a number in (0, 1]")
 
     def generator(self, prompt: int, sample: int) -> Random:
         """The generator of one sample."""

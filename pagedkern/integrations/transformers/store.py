@@ -89,7 +89,7 @@ class PagedStore(Cache):
         """Called by each layer of the model: see `PagedLayer.update`."""
         if layer_idx >= len(self.layers):
             raise InvalidArgument(
-                f"past_key_values: got K and V of layer {layer_idx}, accepted is 0 .. {len(self.layers) - 1}, the "
+                f"past_key_values: got K and V of layer {layer_idx}, expected 0 to {len(self.layers) - 1}, the "
                 "layers of the config that the cache was made for"
             )
         updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -97,7 +97,7 @@ class PagedStore(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise Unsupported(
-            f"{type(self).__name__}: a copy would need a pool of its own, accepted is batch_repeat_interleave, which "
+            f"{type(self).__name__}: a copy would need a pool of its own, expected batch_repeat_interleave, which "
             "shares the blocks"
         )
 
@@ -127,7 +127,7 @@ class PagedStore(Cache):
         if before is not None:
             self._announced = None
             raise InvalidArgument(
-                f"attn_implementation: the attention of layer {before} did not run through pagedkern, accepted is "
+                f"attn_implementation: the attention of layer {before} did not run through pagedkern, expected "
                 f"{NAME!r}: model.set_attn_implementation({NAME!r})"
             )
 
@@ -135,9 +135,7 @@ class PagedStore(Cache):
         """The attention of a layer has come."""
         announced, self._announced = self._announced, None
         if announced != index:
-            raise Unsupported(
-                f"layer {index}: its K and V are used by another layer, accepted are layers with their own"
-            )
+            raise Unsupported(f"layer {index}: its K and V are used by another layer, expected layers with their own")
 
     def attend(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores
@@ -151,7 +149,7 @@ class PagedStore(Cache):
             elif self._forward is not None and index in self._forward.done:
                 raise InvalidArgument(
                     f"past_key_values: the forward pass before this one ended after layer {max(self._forward.done)} of "
-                    f"0 .. {len(self.layers) - 1}, so it was undone; accepted is a model that runs every layer of its "
+                    f"0 to {len(self.layers) - 1}, so it was undone; expected a model that runs every layer of its "
                     "config (if it raised on the way: call it again)"
                 )
             if self._forward is None:
@@ -234,10 +232,10 @@ def num_layers(config: Any) -> int:
     text = config.get_text_config(decoder=True)
     others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
-        raise Unsupported(f"config: got layers of type {sorted(others)}, accepted are {sorted(_LAYER_TYPES)}")
+        raise Unsupported(f"config: got layers of type {sorted(others)}, expected {sorted(_LAYER_TYPES)}")
     if getattr(text, "num_kv_shared_layers", 0) or getattr(text, "is_encoder_decoder", False):
         raise Unsupported(
-            f"config: got {type(text).__name__} with layers that share or cross-attend K and V, accepted is a decoder "
+            f"config: got {type(text).__name__} with layers that share or cross-attend K and V, expected a decoder "
             "whose layers have their own"
         )
     return int(text.num_hidden_layers)
@@ -254,5 +252,5 @@ def bytes_per_block(config: Any, block_size: int, dtype: torch.dtype) -> int:
 def count(name: str, value: object) -> int:
     """The value, if it is an integer >= 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidArgument(f"{name}: got {value!r}, accepted is an integer >= 1")
+        raise InvalidArgument(f"{name}: got {value!r}, expected an integer >= 1")
     return value

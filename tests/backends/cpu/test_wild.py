@@ -38,7 +38,7 @@ def test_the_first_block_past_the_last() -> None:
     call = build(Spec(seq_lens=(5,)))
     blocks = call.args["k_cache"].shape[0]
     call.args["block_table"] = torch.tensor([[blocks]], dtype=torch.int32)
-    with pytest.raises(BlockIndexError, match=f"is {blocks} .* accepted is 0 to {blocks - 1}"):
+    with pytest.raises(BlockIndexError, match=f"is {blocks} .* expected 0 to {blocks - 1}"):
         attend(call)
 
 
@@ -53,14 +53,14 @@ def test_block_ids_behind_the_window_are_not_looked_at() -> None:
 
 @pytest.mark.parametrize("value", [-1, 1_000_000])
 def test_lengths(value: int) -> None:
-    with pytest.raises(BlockIndexError, match=re.escape(f"seq_lens[1] is {value}, accepted is 0 to")):
+    with pytest.raises(BlockIndexError, match=re.escape(f"seq_lens[1] is {value}, expected 0 to")):
         attend(call_with(Spec(), "seq_lens", 1, value))
 
 
 @pytest.mark.parametrize(("at", "value"), [(0, 1), (1, -1), (2, 0), (3, 900)])
 def test_query_starts(at: int, value: int) -> None:
     spec = Spec(query_lens=(1, 17, 3))
-    with pytest.raises(BlockIndexError, match=re.escape(f"cu_seqlens_q[{at}] is {value}, accepted are prefix sums")):
+    with pytest.raises(BlockIndexError, match=re.escape(f"cu_seqlens_q[{at}] is {value}, expected prefix sums")):
         attend(call_with(spec, "cu_seqlens_q", at, value))
 
 
@@ -74,7 +74,7 @@ def new_rows(slots: list[int]) -> tuple[WriteCall, Tensor, Tensor]:
 @pytest.mark.parametrize("slot", [32, -2, 2**62, -(2**62)])
 def test_slots(slot: int) -> None:
     call, k_cache, v_cache = new_rows([3, -1, 31, slot, 5])
-    with pytest.raises(BlockIndexError, match=re.escape(f"slot_mapping[3] is {slot}, accepted is -1")):
+    with pytest.raises(BlockIndexError, match=re.escape(f"slot_mapping[3] is {slot}, expected -1")):
         CpuBackend().write_kv(call)
     assert k_cache.isnan().all(), "K was written before all slots were checked"
     assert v_cache.isnan().all(), "V was written before all slots were checked"
@@ -87,7 +87,7 @@ def test_copies(name: str, block: int) -> None:
     before = [c.clone() for c in caches]
     ids = {"src_blocks": torch.tensor([0, 1]), "dst_blocks": torch.tensor([2, 3])}
     ids[name][1] = block
-    with pytest.raises(BlockIndexError, match=re.escape(f"{name}[1]: got {block}, accepted is 0 .. 3")):
+    with pytest.raises(BlockIndexError, match=re.escape(f"{name}[1]: got {block}, expected 0 to 3")):
         CpuBackend().copy_blocks(CopyCall(caches, ids["src_blocks"], ids["dst_blocks"]))
     assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True)), "copied before all ids were checked"
 
@@ -95,7 +95,7 @@ def test_copies(name: str, block: int) -> None:
 def test_a_destination_given_twice() -> None:
     cache = torch.randn(4, 2)
     before = cache.clone()
-    with pytest.raises(BlockIndexError, match="dst_blocks: got block 2 twice, accepted is each destination once"):
+    with pytest.raises(BlockIndexError, match="dst_blocks: got block 2 twice, expected each destination once"):
         CpuBackend().copy_blocks(CopyCall([cache], torch.tensor([0, 1, 3]), torch.tensor([2, 3, 2])))
     assert torch.equal(cache, before)
 
@@ -213,6 +213,6 @@ def test_the_longest_span() -> None:
 
 
 def test_config_fields() -> None:
-    with pytest.raises(InvalidArgument, match="unknown field 'spam', accepted are span"):
+    with pytest.raises(InvalidArgument, match="unknown field 'spam', expected span"):
         CpuBackend().make_config({"spam": 1})
     assert CpuBackend().make_config(CpuConfig(2048).to_dict()) == CpuConfig(2048)

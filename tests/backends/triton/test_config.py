@@ -19,13 +19,13 @@ CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tile": 48}, "config.tile: got 48, accepted is 16, 32, 64, 128, 256"),
+        ({"tile": 48}, "config.tile: got 48, expected 16, 32, 64, 128, 256"),
         ({"tile": 64.0}, "config.tile: got 64.0"),
-        ({"span": 32}, "config.span: got 32, accepted is at least the tile, 64"),
-        ({"num_splits": 0}, "config.num_splits: got 0, accepted is 1 .. 256"),
+        ({"span": 32}, "config.span: got 32, expected at least the tile, 64"),
+        ({"num_splits": 0}, "config.num_splits: got 0, expected 1 to 256"),
         ({"warps": True}, "config.warps: got True"),
-        ({"allow_tf32": 1}, "config.allow_tf32: got 1, accepted is True or False"),
-        ({"threads": 1}, "config: got an unknown field 'threads', accepted are tile, span"),
+        ({"allow_tf32": 1}, "config.allow_tf32: got 1, expected True or False"),
+        ({"threads": 1}, "config: got an unknown field 'threads', expected tile, span"),
     ],
     ids=str,
 )

@@ -172,7 +172,7 @@ void bulk_copy(void *shared, const void *global, unsigned bytes, void *barrier) 
 }
 
 static NamedBarrier &named(int id, int threads) {
-  if (id < 1 || id > 15) fail("named barrier %d: accepted are 1 to 15", id);
+  if (id < 1 || id > 15) fail("named barrier %d: expected 1 to 15", id);
   if (threads % 32 || threads <= 0) fail("named barrier %d for %d threads, not a multiple of 32", id, threads);
   NamedBarrier &b = named_barriers[id];
   if (b.arrived && b.expected != threads) fail("named barrier %d for %d threads and for %d", id, b.expected, threads);
