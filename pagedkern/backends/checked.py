@@ -52,7 +52,7 @@ def check_attention(call: AttentionCall) -> None:
     if at := _first(bad):
         i, j = at
         raise BlockIndexError(
-            f"block_table[{i}, {j}]: got {int(call.block_table[i, j])} for sequence {i}, tokens {j * block_size} .. "
+            f"block_table[{i}, {j}]: got {int(call.block_table[i, j])} for sequence {i}, tokens {j * block_size} to "
             f"{min((j + 1) * block_size, int(lens[i])) - 1}, expected 0 to {num_blocks - 1}"
         )
 
@@ -104,7 +104,7 @@ def check_scale(name: str, scale: Tensor) -> None:
     for head, value in enumerate(scale.tolist()):
         if not SMALLEST_SCALE <= value <= LARGEST_SCALE:
             raise InvalidArgument(
-                f"{name}[{head}]: got {value} for KV head {head}, expected a positive number, {SMALLEST_SCALE:.3g} .. "
+                f"{name}[{head}]: got {value} for KV head {head}, expected a positive number, {SMALLEST_SCALE:.3g} to "
                 f"{LARGEST_SCALE:.3g}"
             )
 

@@ -107,7 +107,7 @@ PTR, IDS, LAST = array("i", [0, 2, 3]), array("i", [1, 2, 3]), array("i", [1, 4]
         (
             (TABLE, view("int32", (2,), device=(10, 1)), 4),
             InvalidArgument,
-            "seq_lens: got an array on rocm:1, accepted",
+            "seq_lens: got an array on rocm:1, expected",
         ),
         ((TABLE, view("int32", (2,), device=(13, 0)), 4), InvalidArgument, "seq_lens: got an array on cuda_managed:0"),
         (([[1, 2]], LENS, 4), InvalidType, "block_table: got list, expected a torch tensor"),
@@ -178,12 +178,12 @@ def test_to_csr_refuses(arguments: tuple[Any, ...], error: type[Exception], mess
         (
             (PTR, IDS, array("i", [0, 4]), 4),
             BlockIndexError,
-            "last_page_len: got 0 for sequence 0 of 2 blocks, accepted i",
+            "last_page_len: got 0 for sequence 0 of 2 blocks, expected",
         ),
         (
             (PTR, IDS, array("i", [1, 5]), 4),
             BlockIndexError,
-            "last_page_len: got 5 for sequence 1 of 1 blocks, accepted i",
+            "last_page_len: got 5 for sequence 1 of 1 blocks, expected",
         ),
         (
             (array("i", [0, 3, 3]), IDS, array("i", [1, 2]), 4),

@@ -216,13 +216,13 @@ F8 = view("float32", (8,))
             MIXED,
             {"alibi_slopes": F8._replace(device_type=1)},
             InvalidArgument,
-            "alibi_slopes: got an array on cpu, accept",
+            "alibi_slopes: got an array on cpu, expected",
         ),
         (
             MIXED,
             {"alibi_slopes": F8._replace(device_id=1)},
             InvalidArgument,
-            "alibi_slopes: got an array on cuda:1, accep",
+            "alibi_slopes: got an array on cuda:1, expected",
         ),
         (
             MIXED,
@@ -241,7 +241,7 @@ F8 = view("float32", (8,))
             quantized(),
             {**SCALES, "k_scale": 0.5},
             InvalidArgument,
-            "k_scale: got a number for a batch on cuda:0, accepted",
+            "k_scale: got a number for a batch on cuda:0, expected",
         ),
         (
             quantized(),

@@ -44,7 +44,7 @@ class Scene:
 
 
 WRONG: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
-    "no blocks": (lambda s: BlockAllocator(0, 4), InvalidArgument, "num_blocks: got 0, expected at least 1"),
+    "no blocks": (lambda s: BlockAllocator(0, 4), InvalidArgument, "num_blocks: got 0, expected 1 to 2147483647"),
     "negative blocks": (lambda s: BlockAllocator(-1, 4), InvalidArgument, "num_blocks: got -1"),
     "too many blocks": (lambda s: BlockAllocator(2**31, 4), InvalidArgument, "num_blocks"),
     "block size 0": (lambda s: BlockAllocator(4, 0), InvalidArgument, "block_size: got 0"),
@@ -88,9 +88,9 @@ WRONG: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "can_allocate salt": (lambda s: s.a.can_allocate([1], salt={}), InvalidType, "salt: got dict"),
     "spare_blocks -1": (lambda s: s.a.can_allocate(1, spare_blocks=-1), InvalidArgument, "spare_blocks: got -1"),
     "spare_blocks None": (lambda s: s.a.can_allocate(1, spare_blocks=None), InvalidType, "spare_blocks: got None"),
-    "prefill a sequence": (lambda s: s.a.prefill(s.fresh), InvalidType, "seqs: got Sequence, a list"),
+    "prefill a sequence": (lambda s: s.a.prefill(s.fresh), InvalidType, "seqs: got Sequence, expected a list"),
     "prefill None": (lambda s: s.a.prefill(None), InvalidType, "seqs: got NoneType"),
-    "prefill ints": (lambda s: s.a.prefill([1]), InvalidType, r"seqs\[0\]: got int, a Sequence"),
+    "prefill ints": (lambda s: s.a.prefill([1]), InvalidType, r"seqs\[0\]: got int, expected a Sequence"),
     "prefill twice": (lambda s: s.a.prefill([s.fresh, s.fresh]), InvalidArgument, "seqs: sequence 1 is named twice"),
     "prefill done": (lambda s: s.a.prefill([s.fresh, s.seq]), InvalidArgument, r"seqs\[1\]: .* no token left"),
     "prefill 0 tokens": (lambda s: s.a.prefill([s.fresh], 0), InvalidArgument, "max_tokens: got 0"),
@@ -110,7 +110,11 @@ WRONG: dict[str, tuple[Callable[[Scene], object], type[Exception], str]] = {
     "append 0 tokens": (lambda s: s.a.append([s.seq], num_tokens=0), InvalidArgument, "num_tokens: got 0"),
     "append -1 tokens": (lambda s: s.a.append([s.seq], num_tokens=-1), InvalidArgument, "num_tokens: got -1"),
     "append bool tokens": (lambda s: s.a.append([s.seq], num_tokens=True), InvalidType, "num_tokens: got True"),
-    "append both": (lambda s: s.a.append([s.seq], [1], num_tokens=2), InvalidArgument, "num_tokens: got 2 beside"),
+    "append both": (
+        lambda s: s.a.append([s.seq], [1], num_tokens=2),
+        InvalidArgument,
+        "num_tokens: got 2 although tokens already sets",
+    ),
     "lookahead -1": (lambda s: s.a.append([s.seq], [1], lookahead=-1), InvalidArgument, "lookahead: got -1"),
     "lookahead float": (lambda s: s.a.append([s.seq], [1], lookahead=1.0), InvalidType, "lookahead: got 1.0"),
     "append a sequence": (lambda s: s.a.append(s.seq, [1]), InvalidType, "seqs: got Sequence"),
