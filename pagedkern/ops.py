@@ -14,10 +14,10 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from pagedkern import _arguments as check
-from pagedkern import _operators
-from pagedkern._arguments import ArrayLike
-from pagedkern._choice import Choice, choose, encode_config
+from pagedkern import _checks as check
+from pagedkern import _torch_ops
+from pagedkern._checks import ArrayLike
+from pagedkern._selection import Choice, choose, encode_config
 from pagedkern.backends.base import Config
 from pagedkern.backends.forked import new_empty
 from pagedkern.errors import InvalidType
@@ -171,7 +171,7 @@ def explain(
         InvalidArgument (InvalidType), Unsupported, BackendUnavailable: as `paged_attention` would.
     """
     arguments = _attention_arguments(q, k_cache, v_cache, block_table, seq_lens, **options)
-    return choose(_operators.attention_problem(*arguments), arguments[-2], arguments[-1], arguments[0].device.index)
+    return choose(_torch_ops.attention_problem(*arguments), arguments[-2], arguments[-1], arguments[0].device.index)
 
 
 def _attention_arguments(
@@ -192,7 +192,7 @@ def _attention_arguments(
     v_scale: ArrayLike | float | None = None,
     backend: str = "auto",
     config: Config | Mapping[str, object] | None = None,
-) -> _operators.AttentionArguments:
+) -> _torch_ops.AttentionArguments:
     """Check everything and put it in the order of the operator's schema, up to `debug`."""
     query = check.tensor("q", q, 3, "[num_tokens, num_heads, head_dim]")
     check.dtype("q", query, *check.FLOATS)

@@ -39,15 +39,17 @@ ALLOWED: dict[str, set[str]] = {
     "backends.checked": {"errors", "abi", "backends.base"},
     "backends.forked": set(),
     "backends": {"errors", "backends.base"},
-    "_arguments": {"errors", "abi", "backends.base"},
+    "_checks": {"errors", "abi", "backends.base"},
     "autotune.store": {"errors", "abi", "backends.base"},
-    "_choice": {"errors", "backends", "backends.base", "autotune.store"},
-    "_operators": {
-        "errors", "abi", "_arguments", "_choice", "backends", "backends.base", "backends.checked", "backends.forked",
+    "_selection": {"errors", "backends", "backends.base", "autotune.store"},
+    "_torch_ops": {
+        "errors", "abi", "_checks", "_selection", "backends", "backends.base", "backends.checked", "backends.forked",
     },
-    "ops": {"errors", "abi", "_arguments", "_choice", "_operators", "backends", "backends.base", "backends.forked"},
-    "cache": {"errors", "abi", "_arguments", "ops", "backends.forked"},
-    "autotune": {"errors", "abi", "ops", "_choice", "cache", "backends", "backends.base", "autotune.store", "__init__"},
+    "ops": {"errors", "abi", "_checks", "_selection", "_torch_ops", "backends", "backends.base", "backends.forked"},
+    "cache": {"errors", "abi", "_checks", "ops", "backends.forked"},
+    "autotune": {
+        "errors", "abi", "ops", "_selection", "cache", "backends", "backends.base", "autotune.store", "__init__",
+    },
     "gpucheck": {"__init__", "errors", "cache", "ops", "backends", "autotune", "autotune.store"},
     "integrations": {"__init__", "errors", "abi", "allocator", "scheduler", "cache", "ops", "backends"},
 }

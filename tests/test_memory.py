@@ -12,7 +12,7 @@ import torch
 
 import pagedkern
 from pagedkern import InvalidArgument
-from pagedkern._operators import _overlap
+from pagedkern._torch_ops import _overlap
 
 SHAPE = (4, 8, 2, 16)  # blocks, block size, KV heads, head_dim
 

@@ -5,9 +5,9 @@ Where to look, from what callers see down to the data structures. Imports go dow
 - `allocator`: `BlockAllocator`, the public class, with its `facts`. `atomic`: every method changes all or nothing;
   `log`, `replay`: the operations as a record that can be run again.
 - What is done to sequences: `sequences` (create, fork, truncate, free), `stepper` (prefill, append, commit, abort),
-  `swap`, `cohort` (the fast path of a batch that only decodes), `caching` (registering blocks that are full).
+  `swap`, `lockstep` (the fast path of a batch that only decodes), `caching` (registering blocks that are full).
 - `audit`, `audit_cache`: `check()`. `snapshot`: the state as JSON. `counts`, `events`: statistics and what happened.
-- `core`: the state that all of these share.
+- `ledger`: the state that all of these share.
 - Blocks: `pool` (who owns which), `ranks` (the order of eviction, with `retention`),
   `idle` (those without an owner), `links` (what device and host memory know of each other).
 - Cached contents: `prefix`, a `tree` with its `roots`, and a `run` for each chain; `spans`: keys, as those of images.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any, TextIO
 
-from pagedkern.allocator import sequences, snapshot, spans, stepper, swap
+from pagedkern.allocator import lifecycle, snapshot, spans, steps, swap
 from pagedkern.allocator.arguments import (
     EVERYBODY,
     MAX_TOKENS,
@@ -23,11 +23,11 @@ from pagedkern.allocator.arguments import (
     token_ids,
 )
 from pagedkern.allocator.atomic import Atomic, operation, transaction
-from pagedkern.allocator.cohort import Cohort
-from pagedkern.allocator.core import Core
 from pagedkern.allocator.events import LIMIT
 from pagedkern.allocator.facts import Facts
 from pagedkern.allocator.handles import Phase, Plan, Sequence, State, Step, Verdict
+from pagedkern.allocator.ledger import Ledger
+from pagedkern.allocator.lockstep import LockstepBatch
 from pagedkern.allocator.log import OperationLog
 from pagedkern.allocator.retention import Retention
 from pagedkern.allocator.retention import read as read_retention
@@ -56,7 +56,7 @@ class BlockAllocator(Atomic, Facts):
     **All or nothing.** A call that raises changes nothing. `OutOfBlocks` if blocks are lacking, `StaleSequence` for a
     handle that is freed, swapped out or of another allocator, `InvalidArgument` (a `ValueError`) and `InvalidType`
     (also a `TypeError`) for the rest; the same if something raises that the call uses, as an argument that iterates.
-    An exception that arrives from outside in the middle of a call, as `KeyboardInterrupt` may, can leave damage: the
+    An asynchronous exception, as `KeyboardInterrupt`, can leave damage: the
     next call audits the state first, once, and is `AuditError` if it is not whole. `restore` a snapshot then.
 
     **One call at a time.** A lazy list of sequences or tokens is walked through before the call begins, and may use the
@@ -99,7 +99,7 @@ class BlockAllocator(Atomic, Facts):
             raise InvalidArgument(f"watermark: got {watermark}, expected a number from 0 to below 1")
         if not callable(clock):
             raise InvalidType(f"clock: got {clock!r}, expected a function that gives seconds")
-        super().__init__(Core(num_blocks, num_host_blocks, block_size, prefix_caching, clock))
+        super().__init__(Ledger(num_blocks, num_host_blocks, block_size, prefix_caching, clock))
         self._reserve = int(watermark * num_blocks)
 
     @property
@@ -121,20 +121,20 @@ class BlockAllocator(Atomic, Facts):
             tokens, salt, keys: as in `create`.
             spare_blocks: so many blocks are to remain free, too.
         """
-        core = self._core
+        ledger = self._ledger
         kept = self._reserve + integer("spare_blocks", spare_blocks, 0)
         ids, length, shares = self._prompt(tokens)
         marks = spans.read(keys, length) if keys != () else ()
-        need = core.num_blocks_for(length)
+        need = ledger.num_blocks_for(length)
         if need > self.num_blocks - self._reserve:
             return Verdict.NEVER
-        root = core.roots.peek(tenant(salt))
+        root = ledger.roots.peek(tenant(salt))
         hits: list[int] = []
         if shares and root:
             data = ids.tobytes()
-            special = spans.special(marks, data, core.prefix.stride)
-            hits = [b for b in core.prefix.match(root, data, special) if b >= 0]
-        free = core.pool.num_free - core.pool.num_idle_of(hits)
+            special = spans.special(marks, data, ledger.prefix.stride)
+            hits = [b for b in ledger.prefix.match(root, data, special) if b >= 0]
+        free = ledger.pool.num_free - ledger.pool.num_idle_of(hits)
         return Verdict.OK if need - len(hits) + kept <= free else Verdict.LATER
 
     @operation
@@ -172,15 +172,15 @@ class BlockAllocator(Atomic, Facts):
         ids, length, shares = self._prompt(tokens)
         marks = spans.read(keys, length) if keys != () else ()
         kept = read_retention(retention) if retention != () else ()
-        return sequences.create(self._core, ids, length, shares, tenant(salt), priority, marks, kept, again)
+        return lifecycle.create(self._ledger, ids, length, shares, tenant(salt), priority, marks, kept, again)
 
     @operation
     def _create_many(self, prompts: List[Tokens], salts: List[Salt]) -> list[Sequence]:
         """`create` for each prompt under its salt, in this order, all or nothing: cheaper for many. O(tokens)."""
         ids = [token_ids("prompts", prompt) for prompt in prompts]
         lengths = list(map(len, ids))
-        kept = ids if self._core.caching else [array("q") for _ in ids]
-        return sequences.create_many(self._core, list(zip(kept, lengths, map(tenant, salts), strict=True)))
+        kept = ids if self._ledger.caching else [array("q") for _ in ids]
+        return lifecycle.create_many(self._ledger, list(zip(kept, lengths, map(tenant, salts), strict=True)))
 
     @operation
     def fork(self, seq: Sequence, n: int = 1) -> list[Sequence]:
@@ -189,7 +189,7 @@ class BlockAllocator(Atomic, Facts):
         Tokens that are still to be computed are so in the fork too: fork after the prefill, else each computes the
         prompt.
         """
-        return sequences.fork(self._core, self._core.own(seq), integer("n", n, 0))
+        return lifecycle.fork(self._ledger, self._ledger.own(seq), integer("n", n, 0))
 
     @operation
     def pin(self, seq: Sequence) -> Sequence:
@@ -197,7 +197,7 @@ class BlockAllocator(Atomic, Facts):
 
         O(blocks).
         """
-        return sequences.pin(self._core, self._core.own(seq))
+        return lifecycle.pin(self._ledger, self._ledger.own(seq))
 
     @operation
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
@@ -205,8 +205,8 @@ class BlockAllocator(Atomic, Facts):
 
         Also tokens that a step in flight is computing: the step then counts for the ones that are left. O(blocks).
         """
-        seq = self._core.own(seq)
-        sequences.truncate(self._core, seq, integer("num_tokens", num_tokens, 0, seq._length))
+        seq = self._ledger.own(seq)
+        lifecycle.truncate(self._ledger, seq, integer("num_tokens", num_tokens, 0, seq._length))
 
     @operation
     def free(self, seq: Sequence) -> None:
@@ -215,7 +215,7 @@ class BlockAllocator(Atomic, Facts):
         Cached blocks stay to be reused until they are the least recently used, the tail of a sequence before its head.
         Blocks that a step in flight reads or writes are handed out again only after its commit or abort.
         """
-        sequences.free(self._core, self._core.own(seq, (State.LIVE, State.SWAPPED)))
+        lifecycle.free(self._ledger, self._ledger.own(seq, (State.LIVE, State.SWAPPED)))
 
     @operation
     def release_window(self, seq: Sequence, first_needed: int) -> None:
@@ -223,8 +223,8 @@ class BlockAllocator(Atomic, Facts):
 
         Their entries in the block table become -1. The tokens must have been computed. O(blocks of the sequence).
         """
-        seq = self._core.own(seq)
-        sequences.release_window(self._core, seq, integer("first_needed", first_needed, 0, seq._computed))
+        seq = self._ledger.own(seq)
+        lifecycle.release_window(self._ledger, seq, integer("first_needed", first_needed, 0, seq._computed))
 
     # Swapping.
 
@@ -236,7 +236,7 @@ class BlockAllocator(Atomic, Facts):
         Their blocks are free when the plan and the steps before it have been committed. What was not computed needs no
         host block. Raises `OutOfBlocks` for lack of host blocks. O(blocks).
         """
-        return swap.swap_out(self._core, self._core.own_all(seqs))
+        return swap.swap_out(self._ledger, self._ledger.own_all(seqs))
 
     @operation
     def swap_in(self, seqs: Iterable[Sequence]) -> Plan:
@@ -245,7 +245,7 @@ class BlockAllocator(Atomic, Facts):
         A block that several of them share is moved once, and not at all if the device still has it. Raises
         `OutOfBlocks` for lack of device blocks, `StaleSequence` for a sequence that is not swapped out. O(blocks).
         """
-        return swap.swap_in(self._core, self._core.own_all(seqs, State.SWAPPED))
+        return swap.swap_in(self._ledger, self._ledger.own_all(seqs, State.SWAPPED))
 
     # Steps.
 
@@ -257,9 +257,9 @@ class BlockAllocator(Atomic, Facts):
         leading ones that get any. `InvalidArgument` for a sequence that has nothing left to compute. O(tokens).
         """
         budget = None if max_tokens is None else integer("max_tokens", max_tokens, 1)
-        batch = self._core.own_all(seqs, saved=0)
-        ends = stepper.prompt_ends(batch, budget)
-        return stepper.make_step(self._core, batch[: len(ends)], ends, growing=0)
+        batch = self._ledger.own_all(seqs, saved=0)
+        ends = steps.prompt_ends(batch, budget)
+        return steps.make_step(self._ledger, batch[: len(ends)], ends, growing=0)
 
     @operation
     def append(
@@ -285,22 +285,22 @@ class BlockAllocator(Atomic, Facts):
         O(tokens + blocks begun).
         """
         if lookahead == 0 and num_tokens == 1 and type(seqs) is list and seqs:
-            cohort: Cohort | None = getattr(seqs[0], "_cohort", None)
-            if cohort is not None and cohort.active and cohort.seqs == seqs and cohort.belongs_to(self._core):
+            lockstep: LockstepBatch | None = getattr(seqs[0], "_lockstep", None)
+            if lockstep is not None and lockstep.active and lockstep.seqs == seqs and lockstep.belongs_to(self._ledger):
                 ids = single_ids(tokens, len(seqs)) if tokens is not None else None
-                if (ids is not None) if cohort.logs else (ids is not None or tokens is None):
-                    return cohort.advance(ids if cohort.logs else None)
+                if (ids is not None) if lockstep.logs else (ids is not None or tokens is None):
+                    return lockstep.advance(ids if lockstep.logs else None)
         return self._append(seqs, tokens, num_tokens, lookahead)
 
     def _append(
         self, seqs: Iterable[Sequence], tokens: Iterable[int | Tokens] | None, num_tokens: int, lookahead: int
     ) -> Step:
-        given = self._core.each(seqs)
+        given = self._ledger.each(seqs)
         ahead = integer("lookahead", lookahead, 0, MAX_TOKENS)
         counts, ids = new_tokens(len(given), tokens, num_tokens)
-        batch = self._core.own_all(given)
-        ends = stepper.grow(batch, counts, ids)
-        return stepper.make_step(self._core, batch, ends, len(batch), ahead)
+        batch = self._ledger.own_all(given)
+        ends = steps.grow(batch, counts, ids)
+        return steps.make_step(self._ledger, batch, ends, len(batch), ahead)
 
     @operation
     def mixed(
@@ -323,17 +323,17 @@ class BlockAllocator(Atomic, Facts):
             max_tokens: most tokens of the whole step, at least those of `appending`; the prompts get what these leave,
                 first come first served, and those that get none are left out.
         """
-        core = self._core
-        growing, prompts = core.each(appending, "appending"), core.each(prefilling, "prefilling")
+        ledger = self._ledger
+        growing, prompts = ledger.each(appending, "appending"), ledger.each(prefilling, "prefilling")
         ahead = integer("lookahead", lookahead, 0, MAX_TOKENS)
         counts, ids = new_tokens(len(growing), tokens, 1)
         budget = None
         if max_tokens is not None:
             budget = integer("max_tokens", max_tokens, max(1, sum(counts))) - sum(counts)
-        batch = core.own_all(growing + prompts, saved=len(growing))
-        ends = stepper.prompt_ends(batch[len(growing) :], budget, "prefilling")
-        ends = stepper.grow(batch[: len(growing)], counts, ids, "appending") + ends
-        return stepper.make_step(core, batch[: len(ends)], ends, len(growing), ahead)
+        batch = ledger.own_all(growing + prompts, saved=len(growing))
+        ends = steps.prompt_ends(batch[len(growing) :], budget, "prefilling")
+        ends = steps.grow(batch[: len(growing)], counts, ids, "appending") + ends
+        return steps.make_step(ledger, batch[: len(ends)], ends, len(growing), ahead)
 
     @operation
     def commit(self, plan: Plan) -> None:
@@ -343,10 +343,10 @@ class BlockAllocator(Atomic, Facts):
         sequences is not committed. Sequences freed since are passed over. O(sequences + blocks filled).
         """
         plan = self._flying(plan)
-        if isinstance(plan, Step) and plan._cohort is not None:
-            plan._cohort.commit(plan)
+        if isinstance(plan, Step) and plan._lockstep is not None:
+            plan._lockstep.commit(plan)
         else:
-            stepper.commit(self._core, plan)
+            steps.commit(self._ledger, plan)
 
     @operation
     def abort(self, plan: Plan) -> None:
@@ -357,14 +357,14 @@ class BlockAllocator(Atomic, Facts):
         flight. O(blocks).
         """
         plan = self._flying(plan)
-        if isinstance(plan, Step) and plan._cohort is not None:
-            plan._cohort.stop()
-        stepper.abort(self._core, plan)
+        if isinstance(plan, Step) and plan._lockstep is not None:
+            plan._lockstep.stop()
+        steps.abort(self._ledger, plan)
 
     def _flying(self, plan: object) -> Plan:
         if not isinstance(plan, Plan):
             raise InvalidType(f"plan: got {type(plan).__name__}, expected a Step or Plan")
-        if plan._owner is not self._core.origin:
+        if plan._owner is not self._ledger.origin:
             if plan._owner is None or plan._owner.is_copy:
                 raise InvalidArgument(f"plan: {plan.id} is a copy, which belongs to no allocator")
             raise InvalidArgument(f"plan: {plan.id} was made by another allocator")
@@ -397,7 +397,7 @@ class BlockAllocator(Atomic, Facts):
                 with one of kind "lost", and tells all that is cached then.
         """
         self._idle("record_events")
-        self._core.record(integer("limit", limit, 1))
+        self._ledger.record(integer("limit", limit, 1))
 
     @operation
     def clear_cache(self, *, salt: Salt | Everybody = EVERYBODY) -> None:
@@ -407,9 +407,9 @@ class BlockAllocator(Atomic, Facts):
         Args:
             salt: only the prefixes under this salt, which may be None. By default all.
         """
-        roots = self._core.roots
+        roots = self._ledger.roots
         nodes = {node for _, node in roots.items()} if isinstance(salt, Everybody) else {roots.peek(tenant(salt))}
-        sequences.clear_cache(self._core, nodes - {0})
+        lifecycle.clear_cache(self._ledger, nodes - {0})
 
     # Keeping.
 
@@ -419,7 +419,7 @@ class BlockAllocator(Atomic, Facts):
         O(blocks + tokens).
         """
         self._idle("snapshot")
-        return snapshot.take(self._core, self._reserve)
+        return snapshot.take(self._ledger, self._reserve)
 
     @classmethod
     def restore(cls, state: dict[str, Any], *, clock: Callable[[], float] = monotonic) -> BlockAllocator:
@@ -431,7 +431,7 @@ class BlockAllocator(Atomic, Facts):
         `InvalidArgument` for what is not a snapshot of this version, with the field at fault if it is damaged.
         """
         allocator = cls(**snapshot.shape(state), clock=clock)
-        allocator._reserve = snapshot.put(allocator._core, state)
+        allocator._reserve = snapshot.put(allocator._ledger, state)
         try:
             allocator.check()
         except (AuditError, LookupError) as error:
@@ -445,11 +445,11 @@ class BlockAllocator(Atomic, Facts):
         report is one file. The log starts with a snapshot: nothing may be in flight. If the file cannot be written
         later on, the log ends with a `RuntimeWarning`. Slow: for finding faults.
         """
-        self._log = None if file is None else OperationLog(file, self.snapshot(), self._core.deadlines.reading)
+        self._log = None if file is None else OperationLog(file, self.snapshot(), self._ledger.deadlines.reading)
 
     def _prompt(self, tokens: int | Tokens) -> tuple[array[int], int, bool]:
         """The ids worth keeping, the length of the prompt, whether it takes part in the prefix cache."""
         if not hasattr(tokens, "__iter__"):
             return array("q"), integer("tokens", tokens, 0, MAX_TOKENS), False
         ids = token_ids("tokens", tokens)
-        return (ids, len(ids), True) if self._core.caching else (array("q"), len(ids), False)
+        return (ids, len(ids), True) if self._ledger.caching else (array("q"), len(ids), False)

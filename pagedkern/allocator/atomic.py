@@ -1,7 +1,7 @@
 """What surrounds every operation: the owner's thread, one at a time, all or nothing, the optional log of operations.
 
 All or nothing holds for every exception that an operation raises itself or that comes out of what it calls: arguments
-that iterate, `__index__`, `__eq__`. It cannot be promised for an exception that arrives from outside between two
+that iterate, `__index__`, `__eq__`. It cannot be promised for an asynchronous exception between two
 bytecodes, as `KeyboardInterrupt` from a signal does: a change and its entry in the undo log are two steps. What can be
 taken back is; then the next operation audits the state before it does anything, and refuses if it is damaged.
 """
@@ -17,8 +17,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from pagedkern.allocator import audit
 from pagedkern.allocator.arguments import settled
-from pagedkern.allocator.core import BROKEN_OFF, IDLE, RUNNING, Core, Mark
 from pagedkern.allocator.handles import Plan, Sequence, Step
+from pagedkern.allocator.ledger import BROKEN_OFF, IDLE, RUNNING, Ledger, Mark
 from pagedkern.allocator.log import OperationLog
 from pagedkern.errors import AuditError, InvalidArgument, OutOfBlocks, WrongThread
 
@@ -28,8 +28,8 @@ BUSY = "another operation of this allocator is running; what it calls may not ca
 class Atomic:
     """The part of `BlockAllocator` that its operations stand on: the state, the thread that owns it, the log."""
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._thread: int | None = None
         self._log: OperationLog | None = None
 
@@ -51,8 +51,8 @@ class Atomic:
     def _idle(self, name: str) -> None:
         """Refuse a call from another thread, or from within an operation."""
         self.check_thread()
-        if self._core.busy:
-            look_again(self._core, name)
+        if self._ledger.busy:
+            look_again(self._ledger, name)
 
 
 A = TypeVar("A", bound=Atomic)
@@ -75,9 +75,9 @@ def operation(
     def run(self: A, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._thread != get_ident():
             self.check_thread()
-        core = self._core
-        if core.busy:
-            look_again(core, method.__name__)
+        ledger = self._ledger
+        if ledger.busy:
+            look_again(ledger, method.__name__)
         for arg in args:
             if type(arg) not in _SETTLED:
                 args = tuple(map(settled, args))  # type: ignore[assignment]
@@ -90,31 +90,31 @@ def operation(
         if log is not None:  # the log calls this again, with itself out of the way
             self._log = None
             try:
-                return log.run(method.__name__, partial(run, self), core, args, kwargs)
+                return log.run(method.__name__, partial(run, self), ledger, args, kwargs)
             finally:
                 self._log = log
-        undo = core.undo
+        undo = ledger.undo
         mark = len(undo)
         try:
-            core.busy = RUNNING
-            core.age += 1
-            if not core.age & 15 and not undo:
-                core.compact()
-            deadlines = core.deadlines
+            ledger.busy = RUNNING
+            ledger.age += 1
+            if not ledger.age & 15 and not undo:
+                ledger.compact()
+            deadlines = ledger.deadlines
             deadlines.reading = None
             if deadlines:
-                core.expire()
+                ledger.expire()
             result = method(self, *args, **kwargs)
-            if not core.transactions:
+            if not ledger.transactions:
                 undo.clear()
-            core.busy = IDLE
+            ledger.busy = IDLE
             return result
         except BaseException as error:
-            core.busy = BROKEN_OFF
+            ledger.busy = BROKEN_OFF
             if isinstance(error, Exception):
                 undo.rollback(mark)
-                core.counts.numbers["out_of_blocks"] += isinstance(error, OutOfBlocks)
-                core.busy = IDLE
+                ledger.counts.numbers["out_of_blocks"] += isinstance(error, OutOfBlocks)
+                ledger.busy = IDLE
             else:  # it may have come between a change and its entry in the undo log
                 with suppress(Exception):
                     undo.rollback(mark)
@@ -123,59 +123,59 @@ def operation(
     return run  # type: ignore[return-value]
 
 
-def look_again(core: Core, name: str) -> None:
+def look_again(ledger: Ledger, name: str) -> None:
     """The allocator is not idle: refuse, unless it was a call that was broken off and that has left the state whole."""
-    if core.busy == RUNNING:
+    if ledger.busy == RUNNING:
         raise InvalidArgument(f"{name}: {BUSY}")
     try:
-        audit.check(core)
+        audit.check(ledger)
     except Exception as error:
         raise AuditError(
-            f"{name}: an exception from outside, as KeyboardInterrupt, has broken off an earlier call and left damage; "
+            f"{name}: an asynchronous exception, as KeyboardInterrupt, has broken off an earlier call and left damage; "
             f"restore a snapshot: {error!r}"
         ) from None
-    core.busy = IDLE
+    ledger.busy = IDLE
 
 
 @contextmanager
 def transaction(self: Atomic) -> Iterator[None]:
     """What `BlockAllocator.transaction` does."""
     self.check_thread()
-    core = self._core
-    if core.busy:
-        look_again(core, "transaction")
-    core.settle_cohorts()
-    this = len(core.undo), dict(core.counts.numbers)
-    core.transactions.append(this)
+    ledger = self._ledger
+    if ledger.busy:
+        look_again(ledger, "transaction")
+    ledger.settle_lockstep_batches()
+    this = len(ledger.undo), dict(ledger.counts.numbers)
+    ledger.transactions.append(this)
     if self._log is not None:
         self._log.write({"op": "begin"})
     try:
         yield
     except BaseException:
-        _leave(core, self._log, this, "rollback")
+        _leave(ledger, self._log, this, "rollback")
         raise
     else:
-        _leave(core, self._log, this, "end")
+        _leave(ledger, self._log, this, "end")
 
 
-def _leave(core: Core, log: OperationLog | None, this: Mark, how: str) -> None:
+def _leave(ledger: Ledger, log: OperationLog | None, this: Mark, how: str) -> None:
     """End a transaction: "rollback" or "end". One that is left before those inside it takes them back with itself."""
-    if core.busy == RUNNING or (core.busy and how == "end"):
-        look_again(core, "transaction")
-    number = next((i for i, other in enumerate(core.transactions) if other is this), None)
+    if ledger.busy == RUNNING or (ledger.busy and how == "end"):
+        look_again(ledger, "transaction")
+    number = next((i for i, other in enumerate(ledger.transactions) if other is this), None)
     if number is None:
         if how == "rollback":  # it is, as wanted
             return
         raise InvalidArgument("transaction: taken back already, when one around it was left first")
-    inner = len(core.transactions) - number - 1
+    inner = len(ledger.transactions) - number - 1
     if inner or how == "rollback":
-        with suppress(*((Exception,) if core.busy == BROKEN_OFF else ())):  # entries may be missing then
-            core.undo.rollback(this[0])
-        core.counts.numbers.update(this[1])
+        with suppress(*((Exception,) if ledger.busy == BROKEN_OFF else ())):  # entries may be missing then
+            ledger.undo.rollback(this[0])
+        ledger.counts.numbers.update(this[1])
         how = "rollback"
-    del core.transactions[number:]
-    if not number and not core.busy:
-        core.undo.clear()
+    del ledger.transactions[number:]
+    if not number and not ledger.busy:
+        ledger.undo.clear()
     for _ in range(inner + 1 if log is not None else 0):
         log.write({"op": how})  # type: ignore[union-attr]
     if inner:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from pagedkern.allocator import spans
-from pagedkern.allocator.core import Core
+from pagedkern.allocator.chain import Chain
 from pagedkern.allocator.handles import Expect, Sequence, State
+from pagedkern.allocator.ledger import Ledger
 from pagedkern.allocator.pool import BlockPool
-from pagedkern.allocator.run import Run
 
 _LAST = 1 << 62
 """Behind all places in an order of eviction."""
 
 
-def check(core: Core, expect: Expect) -> None:
+def check(ledger: Ledger, expect: Expect) -> None:
     """Raise `AuditError` with the first invariant found broken. O(cached blocks + tokens)."""
-    walk = _Walk(core, expect)
+    walk = _Walk(ledger, expect)
     walk.down()
-    for pool in (core.pool, core.host):
+    for pool in (ledger.pool, ledger.host):
         prefix = pool.prefix
         expect(
             walk.found[pool.name] == len(prefix),
@@ -27,9 +27,9 @@ def check(core: Core, expect: Expect) -> None:
         levels = [b for b in pool.idle.marked if prefix.keys[b] is None]
         expect(not levels, f"{pool.name} blocks {levels}: not cached, yet with a level")
         _check_leases(pool, expect)
-    for seq in core.live.values():
-        if seq._cohort is None and seq._root and seq._state is State.LIVE:
-            _check_sequence(core, seq, expect)
+    for seq in ledger.live.values():
+        if seq._lockstep is None and seq._root and seq._state is State.LIVE:
+            _check_sequence(ledger, seq, expect)
 
 
 def _check_leases(pool: BlockPool, expect: Expect) -> None:
@@ -45,10 +45,10 @@ def _check_leases(pool: BlockPool, expect: Expect) -> None:
 class _Walk:
     """From the salts down to every cached block, once."""
 
-    def __init__(self, core: Core, expect: Expect) -> None:
-        self._core = core
+    def __init__(self, ledger: Ledger, expect: Expect) -> None:
+        self._ledger = ledger
         self._expect = expect
-        self._pools = (core.pool, core.host)
+        self._pools = (ledger.pool, ledger.host)
         self.found = {pool.name: 0 for pool in self._pools}
         self._place: list[dict[int, int]] = []  # of each idle block in the order of eviction, for each memory
         for pool in self._pools:
@@ -58,7 +58,7 @@ class _Walk:
     def down(self) -> None:
         nodes: set[int] = set()
         # (node, for each memory the place of the nearest idle block up to there, the least level up to there)
-        stack = [(node, (_LAST, _LAST), 3) for _, node in self._core.roots.items()]
+        stack = [(node, (_LAST, _LAST), 3) for _, node in self._ledger.roots.items()]
         while stack:
             node, places, level = stack.pop()
             self._expect(node not in nodes, f"node {node}: stands for two prefixes")
@@ -76,7 +76,7 @@ class _Walk:
         """A block or run behind a node: its last node, the place of its nearest idle block, its least level."""
         prefix, key = pool.prefix, pool.prefix.keys[first]
         name = f"{pool.name} block {first}"
-        if isinstance(key, Run):
+        if isinstance(key, Chain):
             blocks, last = key.blocks, key.base + len(key.blocks) - 1
             self._expect(key.key[0] == node and blocks[0] == first, f"{name}: its run begins elsewhere")
             own = [prefix.keys[b] for b in blocks].count(key)
@@ -103,11 +103,11 @@ class _Walk:
         return last, place, level
 
 
-def _check_sequence(core: Core, seq: Sequence, expect: Expect) -> None:
+def _check_sequence(ledger: Ledger, seq: Sequence, expect: Expect) -> None:
     """Its blocks are cached behind the prefix and with the tokens that it has, and all are if it says so."""
-    full, keys, blocks = seq._registered, core.prefix.keys, seq._blocks
-    data = memoryview(seq._tokens)[: full * core.block_size].tobytes()
-    found = core.prefix.match(seq._root, data, spans.special(seq._keys, data, core.prefix.stride))
+    full, keys, blocks = seq._registered, ledger.prefix.keys, seq._blocks
+    data = memoryview(seq._tokens)[: full * ledger.block_size].tobytes()
+    found = ledger.prefix.match(seq._root, data, spans.special(seq._keys, data, ledger.prefix.stride))
     pairs = [(i, b) for i, b in enumerate(blocks[:full]) if b >= 0 and keys[b] is not None]
     wrong = [b for i, b in pairs if i >= len(found) or found[i] != b]
     expect(not wrong, f"sequence {seq.id}: blocks {wrong} are cached with other tokens or behind another prefix")

@@ -8,8 +8,8 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from pagedkern.allocator.arguments import Salt
+from pagedkern.allocator.chain import Chain
 from pagedkern.allocator.roots import Roots
-from pagedkern.allocator.run import Run
 from pagedkern.allocator.tree import Tree
 
 LIMIT = 65_536
@@ -125,7 +125,7 @@ def cached_now(trees: dict[str, Tree], roots: Roots) -> Cached:
         for memory, tree in trees.items():
             for first in tree.behind(above):
                 key, before = tree.keys[first], parent
-                if isinstance(key, Run):
+                if isinstance(key, Chain):
                     chain = list(zip(key.keys(), key.blocks, range(key.base, key.base + len(key.blocks)), strict=True))
                 else:
                     assert key is not None

@@ -103,7 +103,6 @@ class Sequence:
         "_asked",
         "_blocks",
         "_cached",
-        "_cohort",
         "_computed",
         "_dear",
         "_dirty",
@@ -111,6 +110,7 @@ class Sequence:
         "_keys",
         "_leases",
         "_length",
+        "_lockstep",
         "_owner",
         "_passed",
         "_pending",
@@ -170,20 +170,20 @@ class Sequence:
         self._pending: tuple[Plan, ...] = ()  # steps and plans in flight that concern this sequence, oldest first
         self._arriving = False  # some blocks get their contents from the host, by a move that is not committed
         self._dirty = True  # the row in the last block table of `append` is not up to date
-        self._cohort: Lockstep | None = None  # the batch whose steps move this sequence
+        self._lockstep: Lockstep | None = None  # the batch whose steps move this sequence
         self._row = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the sequence: the prompt and everything appended."""
-        cohort = self._cohort
-        return self._length if cohort is None else cohort.length(self._row)
+        lockstep = self._lockstep
+        return self._length if lockstep is None else lockstep.length(self._row)
 
     @property
     def num_computed_tokens(self) -> int:
         """Leading tokens whose K and V are in the cache: found there by `create`, or computed by a committed step."""
-        cohort = self._cohort
-        return self._computed if cohort is None else cohort.computed(self._row, self._computed)
+        lockstep = self._lockstep
+        return self._computed if lockstep is None else lockstep.computed(self._row, self._computed)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -217,11 +217,11 @@ class Sequence:
         return self._whole and not self._passed and not self._arriving and self._root != 0
 
     def _sync(self) -> None:
-        """Take over what happened to this sequence in its cohort, and leave the cohort. O(1) in the number of steps."""
-        cohort = self._cohort
-        if cohort is not None:
-            cohort.settle(self, self._row)
-            self._cohort = None
+        """Take over what happened to this sequence in its lockstep batch, and leave it. O(1) whatever the steps."""
+        lockstep = self._lockstep
+        if lockstep is not None:
+            lockstep.settle(self, self._row)
+            self._lockstep = None
 
     _saved: Callable[[], tuple[Any, ...]]
     """What `_restore` needs to undo changes made from now on.
@@ -354,7 +354,7 @@ class Plan:
     def __init__(self, owner: Origin | None, ident: int, seqs: List[Sequence], moves: tuple[Move, ...] = ()) -> None:
         self._owner = owner
         self._phase = Phase.IN_FLIGHT
-        self._rows: list[Row] | None = []  # None: the cohort that made the step accounts for it
+        self._rows: list[Row] | None = []  # None: the lockstep batch that made the step accounts for it
         self._held: list[int] = []  # device blocks fenced for it
         self._held_host: list[int] = []
         self._seals: list[tuple[int, int]] = []  # (device block, leading tokens that must stay)
@@ -411,9 +411,9 @@ class Step(Plan):
     """
 
     __slots__ = (
-        "_cohort",
         "_copies",
         "_fills",
+        "_lockstep",
         "_slots",
         "_source",
         "_table",
@@ -441,7 +441,7 @@ class Step(Plan):
         self._brings = False
         self._arrivals = []
         self._rows = None
-        self._cohort: Lockstep | None = None
+        self._lockstep: Lockstep | None = None
         self._fills: list[Fill] | None = None
         self._slots: array[int] | None = None
         self._table: memoryview | None = None

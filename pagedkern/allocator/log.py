@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, TextIO, TypeVar
 
 from pagedkern.allocator.arguments import materialised, unpacked
-from pagedkern.allocator.core import Core
 from pagedkern.allocator.handles import Origin, Plan, Sequence, Step, Verdict
+from pagedkern.allocator.ledger import Ledger
 
 R = TypeVar("R")
 
@@ -40,12 +40,12 @@ class OperationLog:
         file.write(json.dumps(entry) + "\n")
         file.flush()
 
-    def run(self, name: str, method: Callable[..., R], core: Core, args: Any, kwargs: Any) -> R:
+    def run(self, name: str, method: Callable[..., R], ledger: Ledger, args: Any, kwargs: Any) -> R:
         """Do the operation of that name and write it down, also if it raises."""
         args = [materialised(value) for value in args]  # encoding must not use up what iterates only once
         kwargs = {key: materialised(value) for key, value in kwargs.items()}
-        entry = {"op": name, "args": encode(args, core.origin), "kwargs": encode(kwargs, core.origin)}
-        deadlines = core.deadlines
+        entry = {"op": name, "args": encode(args, ledger.origin), "kwargs": encode(kwargs, ledger.origin)}
+        deadlines = ledger.deadlines
         try:
             result = method(*args, **kwargs)
         except BaseException as error:

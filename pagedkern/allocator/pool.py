@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from pagedkern.allocator.chain import Chain
 from pagedkern.allocator.idle import Piece, Trail
 from pagedkern.allocator.links import Links
 from pagedkern.allocator.prefix import Gone, PrefixIndex
 from pagedkern.allocator.ranks import Ranks
 from pagedkern.allocator.retention import Lease
-from pagedkern.allocator.run import Run
 from pagedkern.allocator.undo import UndoLog
 from pagedkern.errors import OutOfBlocks
 
@@ -154,7 +154,7 @@ class BlockPool(Links):
             self._undo.append((self._unrelease, (owned,)))
             free = [b for b in dict.fromkeys(owned) if not refs[b] and b not in holds]
         run = keys[free[-1]] if free else None
-        if whole and type(run) is Run and run.blocks == blocks:  # as a prompt that nobody shared
+        if whole and type(run) is Chain and run.blocks == blocks:  # as a prompt that nobody shared
             self.idle.push(free)
         else:
             used = [b for b in (free if whole else owned) if keys[b] is not None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from pagedkern.allocator.chain import Chain, Key, cut
 from pagedkern.allocator.events import EventLog
 from pagedkern.allocator.handles import Fill
 from pagedkern.allocator.roots import Nodes
-from pagedkern.allocator.run import Key, Run, cut
 from pagedkern.allocator.tree import Tree
 from pagedkern.allocator.undo import UndoLog
 
@@ -53,7 +53,7 @@ class PrefixIndex(Tree):
             if type(block) is dict:
                 block = block.get(chunk)
             key = keys[block] if block is not None else None  # type: ignore[index]
-            if type(key) is Run:
+            if type(key) is Chain:
                 if key.key[1] == chunk:
                     common = key.common(data, start * stride, special)
                     blocks += key.blocks[:common]
@@ -93,7 +93,7 @@ class PrefixIndex(Tree):
         if block is None or self._chunk(block) != chunk:  # type: ignore[arg-type]
             return [], 0
         run = self.keys[block]  # type: ignore[index]
-        if type(run) is not Run:
+        if type(run) is not Chain:
             return [~block], self._nodes[block]  # type: ignore[operator, index]
         common = run.common(data, start * self._stride, special)
         # Nothing is behind the nodes between: if the run goes on otherwise, the next look finds nothing.
@@ -134,7 +134,9 @@ class PrefixIndex(Tree):
                 chunk = special.get(start, chunk)
             if not one_by_one and plain <= start < last and self.is_new(parent, chunk):
                 # Nothing can be cached behind a node that is new, so the rest goes in without looking.
-                run = Run((parent, chunk), self._number.take(last + 1 - start), blocks[start:], data[start * stride :])
+                run = Chain(
+                    (parent, chunk), self._number.take(last + 1 - start), blocks[start:], data[start * stride :]
+                )
                 self._put_run(run)
                 self._undo.append((self._forget_run, (run,)))
                 break
@@ -196,7 +198,7 @@ class PrefixIndex(Tree):
                 if before < 0:
                     parent = seq._root
                 else:
-                    parent = nodes[before] if type(keys[before]) is not Run else self.node_of(before)
+                    parent = nodes[before] if type(keys[before]) is not Chain else self.node_of(before)
                 if parent in kids or keys[block] is not None:
                     rest.append(fill)
                     continue
@@ -232,7 +234,7 @@ class PrefixIndex(Tree):
         start = 0
         while start < len(blocks):
             run = keys[blocks[start]]
-            if type(run) is Run:
+            if type(run) is Chain:
                 count = run.tail(blocks, start)
                 if count:
                     last = run.base + len(run.blocks) - 1

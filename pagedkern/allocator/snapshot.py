@@ -9,8 +9,8 @@ from typing import Any
 
 from pagedkern.allocator import retention, spans
 from pagedkern.allocator.arguments import MAX_TOKENS, PRIORITIES, integer, tenant
-from pagedkern.allocator.core import Core
 from pagedkern.allocator.handles import STORED, Sequence, State
+from pagedkern.allocator.ledger import Ledger
 from pagedkern.allocator.pool import BlockPool
 from pagedkern.errors import InvalidArgument
 
@@ -20,33 +20,33 @@ _MOST = {"_priority": PRIORITIES - 1, "_root": 2**63, "_question": 2**63}
 """Of the fields that are no numbers of tokens or blocks."""
 
 
-def take(core: Core, reserve: int) -> dict[str, Any]:
+def take(ledger: Ledger, reserve: int) -> dict[str, Any]:
     """The state. O(blocks + tokens)."""
-    if core.in_flight:
-        raise InvalidArgument(f"snapshot: {len(core.in_flight)} plans are in flight, commit or abort them first")
-    if core.in_transaction:
+    if ledger.in_flight:
+        raise InvalidArgument(f"snapshot: {len(ledger.in_flight)} plans are in flight, commit or abort them first")
+    if ledger.in_transaction:
         raise InvalidArgument("snapshot: a transaction is open, leave it first")
-    for seq in core.live.values():
-        core.detach(seq)
-    core.deadlines.reading = None
+    for seq in ledger.live.values():
+        ledger.detach(seq)
+    ledger.deadlines.reading = None
     return {
         "pagedkern_allocator": VERSION,
-        "num_blocks": core.pool.num_blocks,
-        "num_host_blocks": core.host.num_blocks,
-        "block_size": core.block_size,
-        "prefix_caching": core.caching,
+        "num_blocks": ledger.pool.num_blocks,
+        "num_host_blocks": ledger.host.num_blocks,
+        "block_size": ledger.block_size,
+        "prefix_caching": ledger.caching,
         "reserve": reserve,
-        "last_seq": core.last_seq,
-        "last_plan": core.last_plan,
-        "roots": [[_encode(salt), node] for salt, node in core.roots.items()],
-        "sequences": [_sequence(core, seq) for _, seq in sorted(core.live.items())],
-        "device": _pool(core.pool),
-        "host": _pool(core.host),
-        "twins": list(map(list, core.pool.twins.items())),
-        "incoming": list(map(list, core.pool.incoming.items())),
-        "ending": [_ending(core, lease) for lease in core.deadlines.pending()],
-        "counts": dict(core.counts.numbers),
-        "questions": {"last": core.counts.last_question, "sharing": list(map(list, core.counts.sharing.items()))},
+        "last_seq": ledger.last_seq,
+        "last_plan": ledger.last_plan,
+        "roots": [[_encode(salt), node] for salt, node in ledger.roots.items()],
+        "sequences": [_sequence(ledger, seq) for _, seq in sorted(ledger.live.items())],
+        "device": _pool(ledger.pool),
+        "host": _pool(ledger.host),
+        "twins": list(map(list, ledger.pool.twins.items())),
+        "incoming": list(map(list, ledger.pool.incoming.items())),
+        "ending": [_ending(ledger, lease) for lease in ledger.deadlines.pending()],
+        "counts": dict(ledger.counts.numbers),
+        "questions": {"last": ledger.counts.last_question, "sharing": list(map(list, ledger.counts.sharing.items()))},
     }
 
 
@@ -58,7 +58,7 @@ def _decode(salt: Any) -> Any:
     return bytes.fromhex(salt["bytes"]) if isinstance(salt, dict) else salt
 
 
-def _sequence(core: Core, seq: Sequence) -> dict[str, Any]:
+def _sequence(ledger: Ledger, seq: Sequence) -> dict[str, Any]:
     return {
         "id": seq.id,
         "state": seq.state,
@@ -67,21 +67,21 @@ def _sequence(core: Core, seq: Sequence) -> dict[str, Any]:
         "salt": _encode(seq._salt),
         "keys": spans.to_json(seq._keys),
         "retention": [list(kept) for kept in seq._retention],
-        "leases": [_leased(core, lease) for lease in seq._leases if lease is not None],
+        "leases": [_leased(ledger, lease) for lease in seq._leases if lease is not None],
         **{name[1:]: getattr(seq, name) for name in _FLAGS},
         **{name[1:]: getattr(seq, name) for name in STORED},
     }
 
 
-def _leased(core: Core, lease: retention.Lease) -> list[list[int]]:
+def _leased(ledger: Ledger, lease: retention.Lease) -> list[list[int]]:
     """The blocks of a lease: of the device, of the host."""
-    return [sorted(b for ranks, b in lease.blocks if ranks is pool.idle) for pool in (core.pool, core.host)]
+    return [sorted(b for ranks, b in lease.blocks if ranks is pool.idle) for pool in (ledger.pool, ledger.host)]
 
 
-def _ending(core: Core, lease: retention.Lease) -> list[Any]:
+def _ending(ledger: Ledger, lease: retention.Lease) -> list[Any]:
     """Priority, seconds that are left, blocks of a lease whose sequence has been freed."""
     assert lease.until is not None
-    return [lease.priority, max(0.0, lease.until - core.deadlines.now()), *_leased(core, lease)]
+    return [lease.priority, max(0.0, lease.until - ledger.deadlines.now()), *_leased(ledger, lease)]
 
 
 def _pool(pool: BlockPool) -> dict[str, Any]:
@@ -133,54 +133,54 @@ def shape(state: dict[str, Any]) -> dict[str, Any]:
         return {name: state[name] for name in ("num_blocks", "block_size", "num_host_blocks", "prefix_caching")}
 
 
-def put(core: Core, state: dict[str, Any]) -> int:
-    """Fill a new allocator's core. Returns the reserve. O(blocks + tokens).
+def put(ledger: Ledger, state: dict[str, Any]) -> int:
+    """Fill a new allocator's ledger. Returns the reserve. O(blocks + tokens).
 
     Each field is checked by itself; whether they fit together, `audit.check` tells.
     """
     with _reading("counters"):
-        reserve = integer("reserve", state["reserve"], 0, core.pool.num_blocks)
-        core.last_seq = integer("last_seq", state["last_seq"], 0)
-        core.last_plan = integer("last_plan", state["last_plan"], 0)
-        for name in core.counts.numbers:
-            core.counts.numbers[name] = integer(f"counts.{name}", state["counts"][name], 0)
+        reserve = integer("reserve", state["reserve"], 0, ledger.pool.num_blocks)
+        ledger.last_seq = integer("last_seq", state["last_seq"], 0)
+        ledger.last_plan = integer("last_plan", state["last_plan"], 0)
+        for name in ledger.counts.numbers:
+            ledger.counts.numbers[name] = integer(f"counts.{name}", state["counts"][name], 0)
         questions = state["questions"]
-        core.counts.last_question = integer("questions.last", questions["last"], 0)
-        rows = _pairs("questions.sharing", questions["sharing"], (1, core.counts.last_question), (1, 2**63))
+        ledger.counts.last_question = integer("questions.last", questions["last"], 0)
+        rows = _pairs("questions.sharing", questions["sharing"], (1, ledger.counts.last_question), (1, 2**63))
         for question, sharers in rows:
-            core.counts.sharing[question] = sharers
+            ledger.counts.sharing[question] = sharers
         next_node = integer("device.index.next_node", state["device"]["index"]["next_node"], 1)
     with _reading("roots"):
         salts = [(tenant(_decode(salt)), integer("node", node, 1, next_node - 1)) for salt, node in state["roots"]]
         if len({node for _, node in salts}) < len(salts):
             raise InvalidArgument("two salts have the same node")
-    for pool in (core.pool, core.host):
+    for pool in (ledger.pool, ledger.host):
         with _reading(pool.name):
             _put_pool(pool, state[pool.name], next_node)
-    core.roots.put(salts)
+    ledger.roots.put(salts)
     with _reading("sequences"):
         for item in _listed("sequences", state["sequences"]):
-            _put_sequence(core, item, next_node)
-    device, host = (0, core.pool.num_blocks - 1), (0, core.host.num_blocks - 1)
+            _put_sequence(ledger, item, next_node)
+    device, host = (0, ledger.pool.num_blocks - 1), (0, ledger.host.num_blocks - 1)
     with _reading("twins"):
         for b, other in _pairs("twins", state["twins"], device, host):
-            core.pool.twin(b, other)
+            ledger.pool.twin(b, other)
     with _reading("incoming"):
         for b, other in _pairs("incoming", state["incoming"], device, host):
-            core.pool.incoming[b] = other
-            core.host.refs[other] += 1
+            ledger.pool.incoming[b] = other
+            ledger.host.refs[other] += 1
     with _reading("ending"):
         for priority, left, *blocks in _listed("ending", state["ending"]):
             lease = retention.Lease(integer("priority", priority, 0, PRIORITIES - 1), 0.0)
-            lease.until = core.deadlines.now() + (retention.seconds("seconds", left) or 0.0)
-            _put_leased(core, lease, blocks)
-            core.deadlines.add(lease)
-    core.undo.clear()
+            lease.until = ledger.deadlines.now() + (retention.seconds("seconds", left) or 0.0)
+            _put_leased(ledger, lease, blocks)
+            ledger.deadlines.add(lease)
+    ledger.undo.clear()
     return reserve
 
 
-def _put_leased(core: Core, lease: retention.Lease, blocks: Any) -> None:
-    for pool, ids in zip((core.pool, core.host), _listed("blocks", blocks, 2), strict=True):
+def _put_leased(ledger: Ledger, lease: retention.Lease, blocks: Any) -> None:
+    for pool, ids in zip((ledger.pool, ledger.host), _listed("blocks", blocks, 2), strict=True):
         for b in _ids("blocks", ids, 0, pool.num_blocks - 1):
             pool.idle.put_lease(b, lease)
 
@@ -209,16 +209,16 @@ def _put_pool(pool: BlockPool, part: dict[str, Any], next_node: int) -> None:
     pool.prefix.put(next_node, nodes, cached)
 
 
-def _put_sequence(core: Core, item: dict[str, Any], next_node: int) -> None:
+def _put_sequence(ledger: Ledger, item: dict[str, Any], next_node: int) -> None:
     state = State(item["state"])
-    pool = core.host if state is State.SWAPPED else core.pool
+    pool = ledger.host if state is State.SWAPPED else ledger.pool
     name = f"sequence {item['id']!r}"
-    ident = integer(f"{name}: id", item["id"], 1, core.last_seq)
-    if ident in core.live:
+    ident = integer(f"{name}: id", item["id"], 1, ledger.last_seq)
+    if ident in ledger.live:
         raise InvalidArgument(f"{name}: listed twice")
     blocks = _ids(f"{name}: blocks", item["blocks"], -1, pool.num_blocks - 1)
     tokens = array("q", _listed(f"{name}: tokens", item["tokens"]))
-    seq = Sequence(core.origin, ident, blocks, tokens, 0)
+    seq = Sequence(ledger.origin, ident, blocks, tokens, 0)
     for field in STORED:
         setattr(seq, field, integer(f"{name}: {field[1:]}", item[field[1:]], 0, _MOST.get(field, MAX_TOKENS)))
     if seq._root >= next_node:
@@ -234,8 +234,8 @@ def _put_sequence(core: Core, item: dict[str, Any], next_node: int) -> None:
     seq._leases = retention.leases(seq._retention)
     timed = [lease for lease in seq._leases if lease is not None]
     for lease, leased in zip(timed, _listed("leases", item["leases"], len(timed)), strict=True):
-        _put_leased(core, lease, leased)
-    core.live[ident] = seq
+        _put_leased(ledger, lease, leased)
+    ledger.live[ident] = seq
     for b in blocks:
         if b >= 0:
             pool.refs[b] += 1

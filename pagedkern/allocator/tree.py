@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from pagedkern.allocator.chain import Chain, Key
 from pagedkern.allocator.roots import Nodes
-from pagedkern.allocator.run import Key, Run
 from pagedkern.allocator.undo import UndoLog
 
 
@@ -18,7 +18,7 @@ class Tree:
     never used twice, so a key (node of the parent, the block's own tokens) names a prefix exactly: it is compared in
     full, and a hash collision costs time, never correctness.
 
-    Blocks that came together may be listed together, as a `Run`: then only its first block hangs on a node, and only
+    Blocks that came together may be listed together, as a `Chain`: then only its first block hangs on a node, and only
     its last one can be found by its node, since nothing can be cached behind the nodes between. The run is taken apart
     as soon as anybody asks for one of them.
     """
@@ -26,7 +26,7 @@ class Tree:
     __slots__ = ("_at", "_kids", "_nodes", "_num_cached", "_number", "_stride", "_undo", "keys")
 
     def __init__(self, num_blocks: int, block_size: int, undo: UndoLog, number: Nodes) -> None:
-        self.keys: list[Key | Run | None] = [None] * num_blocks  # of each block, None if its contents are not cached
+        self.keys: list[Key | Chain | None] = [None] * num_blocks  # of each block, None if its contents are not cached
         # Of each block that is cached by itself, or whose sequence computed what another block is cached with; else 0.
         # For blocks of runs it means nothing.
         self._nodes = [0] * num_blocks
@@ -55,19 +55,19 @@ class Tree:
             block = block.get(chunk)
         if block is None or self._chunk(block) != chunk:  # type: ignore[arg-type]
             return None
-        if type(run := self.keys[block]) is Run:  # type: ignore[index]
+        if type(run := self.keys[block]) is Chain:  # type: ignore[index]
             self._take_apart(run)
         return block  # type: ignore[return-value]
 
     def _chunk(self, block: int) -> bytes:
         """The tokens of a block that is cached by itself, or that is the first of a run."""
         key = self.keys[block]
-        return key.key[1] if type(key) is Run else key[1]  # type: ignore[index]
+        return key.key[1] if type(key) is Chain else key[1]  # type: ignore[index]
 
     def key_of(self, block: int) -> Key | None:
         """The key under which a block is cached; a run is taken apart for it."""
         key = self.keys[block]
-        if type(key) is Run:
+        if type(key) is Chain:
             self._take_apart(key)
             key = self.keys[block]
         return key  # type: ignore[return-value]
@@ -75,7 +75,7 @@ class Tree:
     def node_of(self, block: int) -> int:
         """The node of a cached block, or of a full one that a live sequence computed."""
         run = self.keys[block]
-        if type(run) is Run:
+        if type(run) is Chain:
             if run.blocks[-1] == block:
                 return run.base + len(run.blocks) - 1
             self._take_apart(run)
@@ -137,7 +137,7 @@ class Tree:
 
     # Runs.
 
-    def _put_run(self, run: Run) -> None:
+    def _put_run(self, run: Chain) -> None:
         blocks, keys = run.blocks, self.keys
         self._link(*run.key, blocks[0])
         for b in blocks:
@@ -145,7 +145,7 @@ class Tree:
         self._at[run.base + len(blocks) - 1] = blocks[-1]
         self._num_cached += len(blocks)
 
-    def _forget_run(self, run: Run) -> None:
+    def _forget_run(self, run: Chain) -> None:
         self._unlink(*run.key)
         keys = self.keys
         for b in run.blocks:
@@ -153,7 +153,7 @@ class Tree:
         del self._at[run.base + len(run.blocks) - 1]
         self._num_cached -= len(run.blocks)
 
-    def _shorten(self, run: Run, count: int) -> None:
+    def _shorten(self, run: Chain, count: int) -> None:
         """Forget the last blocks of a run. Its data stay as they are, for undoing."""
         if count == len(run.blocks):
             self._forget_run(run)
@@ -170,7 +170,7 @@ class Tree:
         self._at[last - count] = run.blocks[-1]
         self._num_cached -= count
 
-    def _lengthen(self, run: Run, blocks: list[int]) -> None:
+    def _lengthen(self, run: Chain, blocks: list[int]) -> None:
         last = run.base + len(run.blocks) - 1
         del self._at[last]
         run.blocks += blocks
@@ -179,7 +179,7 @@ class Tree:
         self._at[last + len(blocks)] = blocks[-1]
         self._num_cached += len(blocks)
 
-    def _take_apart(self, run: Run) -> None:
+    def _take_apart(self, run: Chain) -> None:
         """List each block of a run by itself. O(its length), once for each run."""
         blocks, keys = run.blocks, run.keys()
         self._undo.append((self._put_together, (run, [self._nodes[b] for b in blocks])))
@@ -190,7 +190,7 @@ class Tree:
             if number > run.base:
                 self._kids[key[0]] = b
 
-    def _put_together(self, run: Run, nodes: list[int]) -> None:
+    def _put_together(self, run: Chain, nodes: list[int]) -> None:
         for number, (b, node) in enumerate(zip(run.blocks, nodes, strict=True), run.base):
             self.keys[b] = run
             self._nodes[b] = node
@@ -207,7 +207,7 @@ class Tree:
     def items(self) -> Iterator[tuple[Key, int, int]]:
         """(key, block, node) of each cached block. Changes nothing. O(blocks)."""
         for block, key in enumerate(self.keys):
-            if type(key) is Run:
+            if type(key) is Chain:
                 if key.blocks[0] == block:
                     yield from zip(key.keys(), key.blocks, range(key.base, key.base + len(key.blocks)), strict=True)
             elif key is not None:

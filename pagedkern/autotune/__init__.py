@@ -2,7 +2,7 @@
 
 Where things are:
 
-- what is measured: `space` (problems and candidates), `workloads` (what is served, and models), `hostile`;
+- what is measured: `space` (problems and candidates), `workloads` (what is served, and models), `edge_cases`;
 - how: `measure` (tensors, check, clock), `runner` (what a search sees of them), `isolate`, `process`, `compiling` and
 `worker` (the same in processes of their own), `search` (which candidate runs next), `log` and `records` (its results);
 - what it supports: `decision` (kernels), `rating` and `profile` (rates), `objective`, `advice` and `scheduling` (block

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pagedkern.backends as registry
-from pagedkern.autotune.process import CannotStart, Ended, Process
+from pagedkern.autotune.process import CannotStart, Process, WorkerEnded
 from pagedkern.autotune.space import Candidate, Space, Workload
 
 SENDING = 5.0  # seconds in which a process that waits takes a message
@@ -93,7 +93,7 @@ class Compilers:
         now = time.monotonic()
         try:
             process.send(message, now + SENDING)
-        except (Ended, TimeoutError):
+        except (WorkerEnded, TimeoutError):
             self._restarts += 1
             process.end()
             return False
@@ -109,7 +109,7 @@ class Compilers:
         for seat in list(self._busy):
             try:
                 reply, why = seat.process.reply(), ""
-            except Ended as ended:
+            except WorkerEnded as ended:
                 reply, why = None, "" if ended.outside else str(ended)
             else:
                 if reply is None and time.monotonic() < seat.end:

@@ -40,7 +40,7 @@ class Pick:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """What the finals support."""
 
     picks: Mapping[int, Mapping[str, Pick]]  # for each block size and backend the configuration to use
@@ -49,7 +49,7 @@ class Verdict:
     gain: Gain | None  # of `best` over the baseline
 
 
-def decide(space: Space, log: Log) -> Verdict:
+def decide(space: Space, log: Log) -> Decision:
     """Choose from the finals of a log. What took part in fewer than `MIN_ROUNDS` rounds together is not decided."""
     picks: dict[int, dict[str, Pick]] = {}
     winners: dict[int, Pick] = {}
@@ -72,13 +72,13 @@ def decide(space: Space, log: Log) -> Verdict:
             winners[block_size] = ranked[0] if ranked else here[untuned.backend]
     usual = winners.get(space.baseline.block_size) if space.candidates else None
     if usual is None:
-        return Verdict(picks, winners, None, None)
+        return Decision(picks, winners, None, None)
     error_rate = ERROR_RATE / max(1, len(winners) - 1)
     best = usual
     for block_size in sorted(winners):  # ascending: a larger block must prove itself against every smaller one
         if _proven(compare(log, winners[block_size].candidate, best.candidate, error_rate)):
             best = winners[block_size]
-    return Verdict(picks, winners, best, compare(log, best.candidate, space.baseline, error_rate))
+    return Decision(picks, winners, best, compare(log, best.candidate, space.baseline, error_rate))
 
 
 def compare(log: Log, candidate: Candidate, other: Candidate, error_rate: float) -> Gain:

@@ -19,7 +19,7 @@ from typing import Any
 import pagedkern.backends as registry
 from pagedkern.autotune import process
 from pagedkern.autotune.compiling import Compilers
-from pagedkern.autotune.process import CannotStart, Ended, Process
+from pagedkern.autotune.process import CannotStart, Process, WorkerEnded
 from pagedkern.autotune.runner import CandidateLost, OutOfTime, RunnerFailed
 from pagedkern.autotune.space import Candidate, Space
 from pagedkern.autotune.store import device as machine
@@ -72,9 +72,9 @@ class Workers:
         self._process: Process | None = None
         self._compilers: Compilers | None = None
 
-    def runner(self, space: Space, seed: int) -> Isolated:
+    def runner(self, space: Space, seed: int) -> IsolatedRunner:
         """Measures a problem in the worker, which is started when the problem is opened."""
-        return Isolated(self, space, seed)
+        return IsolatedRunner(self, space, seed)
 
     def close(self) -> None:
         """End all of them, whatever they do."""
@@ -99,7 +99,7 @@ class Workers:
             kind, result = self._process.exchange(message, min(limit, max(0.0, most)))
         except CannotStart as why:
             return Answer("lost", str(why), outside=True)
-        except Ended as ended:
+        except WorkerEnded as ended:
             self.lose()
             return Answer("lost", str(ended), ended.outside)
         except TimeoutError:
@@ -126,7 +126,7 @@ class Workers:
         return self._compilers
 
 
-class Isolated:
+class IsolatedRunner:
     """A `search.Runner` whose candidates run in the worker."""
 
     def __init__(self, workers: Workers, space: Space, seed: int) -> None:

@@ -17,7 +17,7 @@ class Log:
     """Measurements in the order of the search. `sink` is told each one; see `records`."""
 
     screened: dict[Candidate, float] = field(default_factory=dict)  # seconds of the first timed call
-    heats: list[dict[Candidate, float]] = field(default_factory=list)
+    shortlist: list[dict[Candidate, float]] = field(default_factory=list)
     finals: list[dict[Candidate, float]] = field(default_factory=list)
     left_out: dict[Candidate, str] = field(default_factory=dict)  # why it has no time, or only that of screening
     lasting: set[Candidate] = field(default_factory=set)  # of those, what more time would not change
@@ -32,9 +32,9 @@ class Log:
         self.screened[candidate] = seconds
         self.sink({"record": "screened", "seconds": seconds}, candidate)
 
-    def heat(self, round_: int, candidate: Candidate, seconds: float) -> None:
-        _at(self.heats, round_)[candidate] = seconds
-        self.sink({"record": "heat", "round": round_, "seconds": seconds}, candidate)
+    def shortlisted(self, round_: int, candidate: Candidate, seconds: float) -> None:
+        _at(self.shortlist, round_)[candidate] = seconds
+        self.sink({"record": "shortlist", "round": round_, "seconds": seconds}, candidate)
 
     def final(self, round_: int, candidate: Candidate, seconds: float) -> None:
         _at(self.finals, round_)[candidate] = seconds
@@ -62,7 +62,7 @@ class Log:
 
     def seconds(self, candidate: Candidate) -> float | None:
         """The best estimate there is of a call's time."""
-        for rounds in (self.finals, self.heats):
+        for rounds in (self.finals, self.shortlist):
             if times := [times[candidate] for times in rounds if candidate in times]:
                 return median(times)
         return self.screened.get(candidate)

@@ -1,8 +1,8 @@
 """The tensors of a workload, the check that a candidate computes it, and the clock.
 
-Each block size is laid out when it is asked for. What is checked is hostile: unused slots and one unused block hold
+Each block size is laid out when it is asked for. What is checked are edge cases: unused slots and one unused block hold
 NaN, unused table entries hold garbage, the output is NaN before the check. The truth is attention in float64, computed
-from the formula. Before that, a candidate must compute the small problem of `hostile`. What is timed has the same
+from the formula. Before that, a candidate must compute the small problem of `edge_cases`. What is timed has the same
 lengths and strides, on K and V that are not in the processor's cache: see `Pool`.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pagedkern import ops
 from pagedkern.autotune.clock import GpuClock, cpu_seconds
-from pagedkern.autotune.hostile import GARBAGE, Hostile, dense, poison, scatter, stored
+from pagedkern.autotune.edge_cases import GARBAGE, EdgeCases, dense, poison, scatter, stored
 from pagedkern.autotune.space import COLD, Candidate, Space, Workload, copies, region_tokens
 from pagedkern.autotune.store import device as machine
 
@@ -51,7 +51,7 @@ class Bench:
         self._pool: Pool | None = None
         self._cut: dict[int | None, Tensor] = {}  # lengths at a context, kept for the graphs that read them
         self._clock = GpuClock()
-        self._hostile: dict[int, Hostile] = {}  # by block size
+        self._edge_cases: dict[int, EdgeCases] = {}  # by block size
         self._product: Tensor | None = None
 
     def open(self) -> None:
@@ -65,7 +65,7 @@ class Bench:
         if block_size not in self._checked:
             generator = torch.Generator(self.workload.device).manual_seed(hash((self._seed, block_size)) & (2**63 - 1))
             self._checked[block_size] = self._lay_out(block_size, generator)
-            self._hostile[block_size] = Hostile(self.workload, self._dtypes, block_size, generator, self._scale)
+            self._edge_cases[block_size] = EdgeCases(self.workload, self._dtypes, block_size, generator, self._scale)
 
     def reserve(self) -> None:
         """Make what candidates are timed on."""
@@ -86,15 +86,15 @@ class Bench:
             pass
 
     def check(self, candidate: Candidate) -> str | None:
-        """Run a candidate on the hostile and on the whole problem. None if it is right, else what is wrong."""
+        """Run a candidate on the edge cases and on the whole problem. None if it is right, else what is wrong."""
         self._out.fill_(math.nan)
         try:
             self.lay_out(candidate.block_size)
-            hostile = self._hostile[candidate.block_size]
-            hostile.out.fill_(math.nan)
-            self._launch_hostile(candidate, hostile)
-            if wrong := _wrong(hostile.out, hostile.truth, hostile.tolerance):
-                return f"{wrong}, on hostile lengths"
+            edges = self._edge_cases[candidate.block_size]
+            edges.out.fill_(math.nan)
+            self._launch_edge_cases(candidate, edges)
+            if wrong := _wrong(edges.out, edges.truth, edges.tolerance):
+                return f"{wrong}, on edge cases"
             self._launch(candidate, self._checked[candidate.block_size])
             return _wrong(self._out, self._truth, self.tolerance)
         except Exception as failure:  # whatever a kernel raises costs it the race, not the run
@@ -154,7 +154,7 @@ class Bench:
             backend=candidate.backend, config=candidate.fields,
         )  # fmt: skip
 
-    def _launch_hostile(self, candidate: Candidate, batch: Hostile) -> None:
+    def _launch_edge_cases(self, candidate: Candidate, batch: EdgeCases) -> None:
         scale = None if self._scale == 1.0 else self._scale
         ops.paged_attention(
             batch.q, batch.k_cache, batch.v_cache, batch.table, batch.seq_lens, cu_seqlens_q=batch.starts,

@@ -28,7 +28,7 @@ class CannotStart(Exception):
     """No process can be made: the message says why."""
 
 
-class Ended(Exception):
+class WorkerEnded(Exception):
     """The process is gone. `outside`: somebody killed it; else it is what it ran that did."""
 
     def __init__(self, why: str, outside: bool) -> None:
@@ -71,7 +71,7 @@ class Process:
         return self._from
 
     def exchange(self, message: tuple[Any, ...], limit: float) -> tuple[Any, ...]:
-        """The reply to a message. Raises `TimeoutError` after `limit` seconds, and `Ended`."""
+        """The reply to a message. Raises `TimeoutError` after `limit` seconds, and `WorkerEnded`."""
         end = time.monotonic() + limit
         self.send(message, end)
         while (reply := self.reply()) is None:
@@ -79,7 +79,7 @@ class Process:
         return reply
 
     def send(self, message: tuple[Any, ...], end: float) -> None:
-        """Give it a message. Raises `TimeoutError` if it is not taken until `end`, and `Ended`."""
+        """Give it a message. Raises `TimeoutError` if it is not taken until `end`, and `WorkerEnded`."""
         data = pickle.dumps(message)
         left = memoryview(LENGTH.pack(len(data)) + data)
         while left:
@@ -91,7 +91,7 @@ class Process:
                 raise self._ended() from None
 
     def reply(self) -> tuple[Any, ...] | None:
-        """The next reply, None if it is not there yet. Raises `Ended`."""
+        """The next reply, None if it is not there yet. Raises `WorkerEnded`."""
         while True:
             if len(self._received) >= LENGTH.size:
                 (count,) = LENGTH.unpack_from(self._received)
@@ -118,19 +118,19 @@ class Process:
             with suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
 
-    def _ended(self) -> Ended:
+    def _ended(self) -> WorkerEnded:
         """Why it is gone."""
         try:
             code = self._process.wait(LEAVING)
         except subprocess.TimeoutExpired:
             self.end()
-            return Ended("closed its pipes and did not end", False)
+            return WorkerEnded("closed its pipes and did not end", False)
         if code >= 0:
-            return Ended(f"ended its process, exit status {code}", False)
+            return WorkerEnded(f"ended its process, exit status {code}", False)
         name = _name(-code)
         if -code == signal.SIGKILL:
-            return Ended(f"was killed ({name}): the system may be out of memory", True)
-        return Ended(f"was ended ({name})", True) if -code in OUTSIDE else Ended(f"crashed: {name}", False)
+            return WorkerEnded(f"was killed ({name}): the system may be out of memory", True)
+        return WorkerEnded(f"was ended ({name})", True) if -code in OUTSIDE else WorkerEnded(f"crashed: {name}", False)
 
 
 def _here() -> str:

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pagedkern.autotune.decision import Verdict, decide
+from pagedkern.autotune.decision import Decision, decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.rates import Rates, Speed
 from pagedkern.autotune.rating import rates_of
-from pagedkern.autotune.records import Recorded
+from pagedkern.autotune.records import Recording
 from pagedkern.autotune.space import Space, Workload
-from pagedkern.autotune.store import Key, Tuned, entry
+from pagedkern.autotune.store import Key, Measurement, entry
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import profiles as stored
 from pagedkern.autotune.workloads import Model
@@ -151,7 +151,7 @@ def from_json(document: Mapping[str, Any]) -> Profile:
     return Profile(device, shape, rates, code, driver, when, measured, load)
 
 
-def distil(recorded: Recorded) -> dict[str, Any] | None:
+def distil(recorded: Recording) -> dict[str, Any] | None:
     """The file of a machine from its records: its rates, and its choices as the store keeps them. None if nothing was
     decided."""
     verdicts = [decide(space, log) for space, log in zip(recorded.spaces, recorded.logs, strict=True)]
@@ -174,13 +174,13 @@ def distil(recorded: Recorded) -> dict[str, Any] | None:
     return {**to_json(profile), "choices": choices}
 
 
-def choices_of(space: Space, log: Log, verdict: Verdict) -> dict[int, dict[str, Tuned]]:
+def choices_of(space: Space, log: Log, verdict: Decision) -> dict[int, dict[str, Measurement]]:
     """What the store is to keep: for each block size and backend the configuration, and the measurement behind it."""
-    found: dict[int, dict[str, Tuned]] = {}
+    found: dict[int, dict[str, Measurement]] = {}
     for block_size, picks in verdict.picks.items():
         problem, untuned = space.workload.problem(block_size), space.untuned(block_size)
         found[block_size] = {
-            name: Tuned(
+            name: Measurement(
                 config=pick.candidate.fields,
                 seconds=log.seconds(pick.candidate) or 0.0,
                 untuned=pick.candidate == untuned,

@@ -2,7 +2,7 @@
 
 The first line describes the machine, then for each problem a line with its candidates, and what was measured of them;
 see `log.Log` for the kinds. Every line is complete in itself and flushed, so what a killed run leaves behind is good
-but for its last line. A run that is gone on with begins a new file with what it knows, which takes the place of the old
+but for its last line. A run that is resumed begins a new file with what it knows, which takes the place of the old
 one when it is whole.
 """
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("pagedkern.autotune")
 
 
 @dataclass(slots=True)
-class Recorded:
+class Recording:
     """A file of records."""
 
     device: Mapping[str, str | int]
@@ -59,7 +59,7 @@ class Journal:
         OSError: the file cannot be written; what was there is there still.
     """
 
-    def __init__(self, path: Path, recorded: Recorded, lost: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, path: Path, recorded: Recording, lost: Callable[[str], None] = lambda _: None) -> None:
         """`lost` is told why if no more can be written."""
         self._lost = lost
         folders.make(path.parent)
@@ -137,7 +137,7 @@ def _claim(path: Path) -> tuple[Path, IO[str]]:
         file.close()
 
 
-def _lines(recorded: Recorded) -> Iterator[Record]:
+def _lines(recorded: Recording) -> Iterator[Record]:
     """The records of a run, in an order in which they could have come."""
     of = {"device": dict(recorded.device), "when": recorded.when, "load": recorded.load, "driver": recorded.driver}
     yield {"record": "run", "format": FORMAT, **of}
@@ -182,7 +182,7 @@ def entries(log: Log) -> Iterator[tuple[Record, Candidate | None]]:
     """The records that make a log, in an order in which they could have come."""
     for candidate, seconds in log.screened.items():
         yield {"record": "screened", "seconds": seconds}, candidate
-    for kind, rounds in (("heat", log.heats), ("final", log.finals)):
+    for kind, rounds in (("shortlist", log.shortlist), ("final", log.finals)):
         for i, times in enumerate(rounds):
             for candidate, taken in times.items():
                 yield {"record": kind, "round": i, "seconds": taken}, candidate
@@ -198,7 +198,7 @@ def entries(log: Log) -> Iterator[tuple[Record, Candidate | None]]:
                 yield {"record": "length", "context": context, "seconds": seconds}, candidate
 
 
-def load(path: Path) -> Recorded:
+def load(path: Path) -> Recording:
     """The records of a file. A last line that was cut short is passed over.
 
     Raises:
@@ -209,7 +209,7 @@ def load(path: Path) -> Recorded:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "no UTF-8"
         raise InvalidArgument(f"records: {path}: cannot be read: {why}") from error
-    found: Recorded | None = None
+    found: Recording | None = None
     for number, line in enumerate(lines, 1):
         if not line.strip() or number == len(lines):  # a whole line ends, so the last piece is empty or cut short
             continue
@@ -220,7 +220,7 @@ def load(path: Path) -> Recorded:
                     raise ValueError(f"not the records of a run, of format {FORMAT}")
                 if not machine.is_identity(record["device"]):
                     raise ValueError("of no device")
-                found = Recorded(record["device"], str(record["when"]), driver=str(record["driver"]))
+                found = Recording(record["device"], str(record["when"]), driver=str(record["driver"]))
                 found.load = None if record["load"] is None else float(record["load"])
             else:
                 _add(found, record)
@@ -232,7 +232,7 @@ def load(path: Path) -> Recorded:
     return found
 
 
-def _add(found: Recorded, record: Mapping[str, object]) -> None:
+def _add(found: Recording, record: Mapping[str, object]) -> None:
     kind = record["record"]
     if kind == "problem":
         space, code = _space(record), dict(record["code"])  # type: ignore[call-overload]
@@ -254,8 +254,10 @@ def _add(found: Recorded, record: Mapping[str, object]) -> None:
         candidate, seconds = _candidate(space, record), _positive(record["seconds"])
         if kind == "screened":
             log.screen(candidate, seconds)
-        elif kind in ("heat", "final"):
-            (log.heat if kind == "heat" else log.final)(_small(record["round"], MOST_ROUNDS), candidate, seconds)
+        elif kind in ("heat", "shortlist", "final"):
+            (log.shortlisted if kind != "final" else log.final)(
+                _small(record["round"], MOST_ROUNDS), candidate, seconds
+            )
         elif kind == "length":
             log.length(candidate, _small(record["context"]), seconds)
         else:
@@ -304,7 +306,7 @@ def _refuse(text: str) -> float:
     raise ValueError(f"{text} is no number")
 
 
-def take_up(recorded: Recorded, spaces: Sequence[Space], code: Sequence[Mapping[str, object]]) -> list[Log] | None:
+def take_up(recorded: Recording, spaces: Sequence[Space], code: Sequence[Mapping[str, object]]) -> list[Log] | None:
     """The logs of records of the same problems, candidates and code, to be gone on with; None if they are of others.
 
     Records of a run that was killed before its last problem are completed with empty logs.

@@ -1,7 +1,7 @@
 """Searching recorded measurements: the same search and decisions, without a kernel and without a clock.
 
-`Replayed` hands out recorded times in place of a machine. `exhaustive` is what a search could have found at best: the
-candidate with the least recorded time at each block size. The difference in tokens per second is the regret.
+`ReplayRunner` hands out recorded times in place of a machine. `exhaustive` is what a search could have found at best:
+the candidate with the least recorded time at each block size. The difference in tokens per second is the regret.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pagedkern.autotune.advice import advise
-from pagedkern.autotune.decision import Verdict, decide
+from pagedkern.autotune.decision import Decision, decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.objective import Score, best, score
 from pagedkern.autotune.rating import rates_of
-from pagedkern.autotune.records import Recorded
+from pagedkern.autotune.records import Recording
 from pagedkern.autotune.search import search
 from pagedkern.autotune.space import Candidate, Space
 from pagedkern.autotune.workloads import Model, Traffic
 
 
-class Replayed:
+class ReplayRunner:
     """A runner that gives back what was recorded, round by round, on a clock that goes by it.
 
     Times recorded in one round stay together: a round begins when a candidate is asked for again that was in the last
@@ -30,7 +30,7 @@ class Replayed:
 
     def __init__(self, space: Space, log: Log) -> None:
         self._log = log
-        self._rounds = [times for times in (*log.heats, *log.finals) if times]
+        self._rounds = [times for times in (*log.shortlist, *log.finals) if times]
         self._first: dict[Candidate, float] = {}
         for candidate in space.candidates:
             times = [log.screened.get(candidate), *(times.get(candidate) for times in self._rounds)]
@@ -97,20 +97,20 @@ class Replayed:
 
 
 @dataclass(slots=True)
-class Searched:
+class SearchResult:
     """A search of recorded problems."""
 
-    recorded: Recorded
+    recorded: Recording
     logs: list[Log]
-    verdicts: list[Verdict]
+    verdicts: list[Decision]
 
 
-def replay(recorded: Recorded, budget: float = 60.0, seed: int = 0) -> Searched:
+def replay(recorded: Recording, budget: float = 60.0, seed: int = 0) -> SearchResult:
     """Search the records as `tune` would have searched the machine, with so many seconds of its time."""
-    searched = Searched(recorded, [], [])
+    searched = SearchResult(recorded, [], [])
     left = budget
     for i, (space, log) in enumerate(zip(recorded.spaces, recorded.logs, strict=True)):
-        runner, found = Replayed(space, log), Log()
+        runner, found = ReplayRunner(space, log), Log()
         share = left / (len(recorded.spaces) - i)
         left -= search(space, runner, found, share, clock=runner.clock, seed=seed)
         searched.logs.append(found)
@@ -132,7 +132,7 @@ class Regret:
         return 1 - self.chosen.tokens_per_second / self.optimum.tokens_per_second
 
 
-def regret(searched: Searched, traffic: Traffic, model: Model, memory: int) -> Regret | None:
+def regret(searched: SearchResult, traffic: Traffic, model: Model, memory: int) -> Regret | None:
     """None if nothing was decided, or nothing fits the memory.
 
     Both sides are valued by the medians of all records: the search knows some of them only.
@@ -163,5 +163,5 @@ def exhaustive(space: Space, log: Log) -> dict[int, Candidate]:
     return found
 
 
-def _picks(verdict: Verdict) -> dict[int, Candidate]:
+def _picks(verdict: Decision) -> dict[int, Candidate]:
     return {block_size: pick.candidate for block_size, pick in verdict.winners.items()}

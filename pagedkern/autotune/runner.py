@@ -12,7 +12,7 @@ Tell = Callable[[str, Candidate | None, float | None], None]  # "stage - step" n
 
 
 class Runner(Protocol):
-    """What a search measures with: `isolate.Isolated`, `measure.Bench`, or recorded times.
+    """What a search measures with: `isolate.IsolatedRunner`, `measure.Bench`, or recorded times.
 
     Any call but `end_at` may raise `OutOfTime`, and `RunnerFailed`.
     """
@@ -35,7 +35,7 @@ class Runner(Protocol):
         Raises `CandidateLost`."""
 
     def check(self, candidate: Candidate) -> str | None:
-        """Run on hostile and on the whole problem for the first time; None if right, else what is wrong."""
+        """Run on the edge cases and on the whole problem for the first time; None if right, else what is wrong."""
 
     def sample(self, candidate: Candidate, repeats: int, context: int | None = None) -> float:
         """Seconds of a call, the mean of `repeats`; with sequences of at most `context` tokens. Raises

@@ -21,7 +21,7 @@ from statistics import median
 from pagedkern.autotune import profile as profiles
 from pagedkern.autotune import records, store
 from pagedkern.autotune import space as spaces
-from pagedkern.autotune.decision import MIN_ROUNDS, Verdict, decide
+from pagedkern.autotune.decision import MIN_ROUNDS, Decision, decide
 from pagedkern.autotune.interrupts import Interrupted, Interrupts
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.profile import Profile, Shape
@@ -52,7 +52,7 @@ class Outcome:
 
     space: Space
     log: Log
-    verdict: Verdict
+    verdict: Decision
     stored: dict[int, Path] = field(default_factory=dict)  # file for each block size
     not_stored: str = ""  # why nothing, or not everything, was stored
 
@@ -271,7 +271,7 @@ def _logs(run: Run, planned: Sequence[Space], journal: Path | None, resume: bool
 def _write_to(path: Path, run: Run, planned: Sequence[Space], logs: Sequence[Log], stack: ExitStack) -> None:
     """Begin the journal with what is known. A place that cannot be written costs the records, not the run."""
     code, driver = [records.code_of(space) for space in planned], machine.driver(str(run.device["type"]))
-    known = records.Recorded(run.device, _now(), list(planned), list(logs), list(code), run.load, driver)
+    known = records.Recording(run.device, _now(), list(planned), list(logs), list(code), run.load, driver)
     try:
         book = stack.enter_context(records.Journal(path, known, lambda why: setattr(run, "records_cut", why)))
         if path.parent == files.runs():

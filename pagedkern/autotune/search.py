@@ -2,15 +2,15 @@
 
 The time is wall time, and everything counts: laying out, compiling, checks, measurements. So that there is a result as
 early as can be, block sizes are taken up one after the other, the usual one first. *Entering* one (`entry`) compiles
-its candidates, those first that promise most, checks each, and times it once (*screening*). What is near the best of
-its backend is timed three times, in turn (*heats*), and two are left beside each default. In the *finals*, which start
-from nothing, every finalist runs once in each round, in an order drawn anew, so that what disturbs the machine disturbs
-all alike. What they prove is for `decision` to say. If it takes long to enter the usual block size, there are first
-finals for it alone, so that it is decided before the others are entered.
+its candidates, those first that promise most, checks each, and times it once (*screening*). Those near the best of
+their backend are on the *shortlist*: each is timed three times, in turn, and two are left beside each default. In the
+*finals*, which start from nothing, every finalist runs once in each round, in an order drawn anew, so that what
+disturbs the machine disturbs all alike. What they prove is for `decision` to say. If it takes long to enter the usual
+block size, there are first finals for it alone, so that it is decided before the others are entered.
 
 Nothing is begun that is expected to end too late, and what takes longer than expected is cut short: see `Race.until`.
 
-A log that holds measurements already is gone on with: what was screened is not screened again, heats and finals
+A log that holds measurements already is resumed: what was screened is not screened again, shortlist and finals
 continue. That is how an interrupted run is resumed.
 """
 
@@ -34,10 +34,10 @@ from pagedkern.autotune.store import MIN_GAIN
 
 MAX_ROUNDS = 41  # of the finals of all block sizes
 FIRST_SHARE, ENTRY_SHARE = 0.6, 0.5  # of the time, to enter the usual block size; of what is left then, the others
-HEATS_SHARE, FIRST_FINALS_SHARE, SWEEP_SHARE = 0.25, 0.5, 0.1  # of the time that is left when the stage begins
+SHORTLIST_SHARE, FIRST_FINALS_SHARE, SWEEP_SHARE = 0.25, 0.5, 0.1  # of the time that is left when the stage begins
 SOON = 0.05  # share of the time: if the usual block size was entered in less, its decision can wait for the others
-HEAT_ROUNDS, PER_BACKEND = 3, 2  # candidates that each backend sends to the finals beside its default
-NEAR = 1.5  # a candidate slower than the best of its backend by this runs in no heat
+SHORTLIST_ROUNDS, PER_BACKEND = 3, 2  # candidates that each backend sends to the finals beside its default
+NEAR = 1.5  # a candidate slower than the best of its backend by this does not reach the shortlist
 BOUND_ROUNDS = 8  # measurements of what the machine can do at the most
 LENGTHS, LENGTH_ROUNDS = (16, 4, 1), 3  # parts of the context at which backends are timed in the end, and how often
 
@@ -115,7 +115,7 @@ class _Search:
                     entry.enter(block_size, end, race.deadline)
             if race.clock() >= race.deadline:
                 raise OutOfTime
-            finalists = self.heats(race.at(HEATS_SHARE))
+            finalists = self.shortlist(race.at(SHORTLIST_SHARE))
             ones = self._rounds_of_one()
             self.finals(finalists, race.deadline - self._sweep_cost(), ones, ones + MAX_ROUNDS)
             self.sweep_lengths()
@@ -150,9 +150,9 @@ class _Search:
     def first_finals(self) -> None:
         """Decide the block size that was entered first, by the untuned choice alone if there is no time for more."""
         race, log = self.race, self.race.log
-        if self._rounds_of_one() < len(log.finals):  # of a run that is gone on with
+        if self._rounds_of_one() < len(log.finals):  # of a run that is resumed
             return
-        finalists = self.heats(race.at(HEATS_SHARE), bounded=False)
+        finalists = self.shortlist(race.at(SHORTLIST_SHARE), bounded=False)
         self.finals(finalists, race.at(FIRST_FINALS_SHARE), 0, max(MIN_ROUNDS, rounds_needed(len(finalists) - 1)))
         baseline = race.space.baseline
         missing = MIN_ROUNDS - sum(baseline in times for times in log.finals)
@@ -164,7 +164,7 @@ class _Search:
         for candidate in [c for c in log.left_out if c not in log.lasting and c in log.screened]:
             del log.left_out[candidate]  # for want of time, or of a place: the race goes on
 
-    def heats(self, end: float, bounded: bool = True) -> list[Candidate]:
+    def shortlist(self, end: float, bounded: bool = True) -> list[Candidate]:
         """The candidates for the finals, those that must not be missing first. `bounded`: none beside a default that is
         at the limit of what the machine can do."""
         race, space, log = self.race, self.race.space, self.race.log
@@ -173,14 +173,14 @@ class _Search:
         for group in self._groups():
             best = min(log.screened[c] for c in group)
             entered += [c for c in group if c.is_default or log.screened[c] <= near * best]
-        for i in range(HEAT_ROUNDS):
-            race.tell(f"heats - {i + 1} of {HEAT_ROUNDS}")
+        for i in range(SHORTLIST_ROUNDS):
+            race.tell(f"shortlist - {i + 1} of {SHORTLIST_ROUNDS}")
             for candidate in entered:
-                timed = i < len(log.heats) and candidate in log.heats[i]
+                timed = i < len(log.shortlist) and candidate in log.shortlist[i]
                 if timed or candidate in log.left_out or race.clock() + race.cost(candidate) > end:
                     continue
                 if (seconds := race.sample(candidate)) is not None:
-                    log.heat(i, candidate, seconds)
+                    log.shortlisted(i, candidate, seconds)
         finalists: list[Candidate] = []
         for group in self._groups():
             ranked = sorted((c for c in group if c in entered and not c.is_default), key=lambda c: log.seconds(c) or 0)
@@ -191,7 +191,7 @@ class _Search:
             finalists += [*(c for c in group if c.is_default), *ranked[:per_backend]]
         for candidate in log.screened:
             if candidate not in finalists and candidate not in log.left_out:
-                log.leave(candidate, "out after the heats" if candidate in entered else "out after screening")
+                log.leave(candidate, "out after the shortlist" if candidate in entered else "out after screening")
         first = {space.untuned(b) for b in space.block_sizes}
 
         def rank(c: Candidate) -> tuple[bool, bool, bool, float]:
@@ -236,7 +236,7 @@ class _Search:
                     continue
                 for part in LENGTHS:
                     context = max(1, workload.context // part)
-                    if len(lengths.get(candidate, {}).get(context, ())) > i:  # of a run that is gone on with
+                    if len(lengths.get(candidate, {}).get(context, ())) > i:  # of a run that is resumed
                         continue
                     repeats = min(32, part * race.repeats(candidate))
                     if (seconds := race.sample(candidate, repeats, context)) is not None:

@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pagedkern import _arguments as check
+from pagedkern import _checks as check
 from pagedkern.cache.moves import CPU, Plan, host_tensor
 from pagedkern.errors import InvalidArgument, InvalidType
 

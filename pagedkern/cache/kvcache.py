@@ -8,8 +8,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from pagedkern import _arguments as check
-from pagedkern._arguments import ArrayLike
+from pagedkern import _checks as check
+from pagedkern._checks import ArrayLike
 from pagedkern.backends.forked import safe_after_fork
 from pagedkern.cache.inputs import PlannedBatch, PlannedStep, StepInputs, step_inputs, upload
 from pagedkern.cache.moves import CPU, Move, Plan, host_tensor, moves_of, same_blocks

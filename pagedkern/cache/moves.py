@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pagedkern import _arguments as check
+from pagedkern import _checks as check
 from pagedkern.errors import BlockIndexError, InvalidType
 
 CPU = torch.device("cpu")  # said for each tensor of the host: what torch has for a default is the caller's

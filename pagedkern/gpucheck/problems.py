@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedkern.autotune.hostile import GARBAGE, poison, stored
+from pagedkern.autotune.edge_cases import GARBAGE, poison, stored
 
 UNIT = {"int8": 1 / 40, "float8_e4m3fn": 0.25, "float8_e5m2": 0.25}  # k_scale and v_scale of a quantized cache
 

@@ -54,7 +54,7 @@ def test_an_empty_sequence_may_also_come_with_a_full_page() -> None:
 
 @given(data=st.data(), size=st.integers(1, 9), width=st.integers(1, 6), num_seqs=st.integers(0, 6))
 def test_round_trip(data: Any, size: int, width: int, num_seqs: int) -> None:
-    """Any lengths, hostile tails, rows further apart than they are wide, trailing rubbish in `indices`."""
+    """Any lengths, tails of garbage, rows further apart than they are wide, trailing rubbish in `indices`."""
     ids = st.integers(0, HUGE)
     garbage = st.sampled_from([-1, LOW, HUGE])
     lens = data.draw(st.lists(st.integers(0, size * width), min_size=num_seqs, max_size=num_seqs))

@@ -109,7 +109,7 @@ def test_whoever_never_looks_costs_a_bound_and_is_told_that_it_lost(limit: int) 
     allocator.record_events(limit=limit)
     for i in range(6000):
         allocator.free(computed(allocator, [i, i, i, i, i]))
-    log = allocator._core.events
+    log = allocator._ledger.events
     assert log is not None
     assert len(log) <= limit + 50, "what a few operations add"
     events = allocator.events

@@ -1,6 +1,6 @@
 """An exception raised by any function inside any operation leaves the state as it was before.
 
-The tracer raises when the k-th call inside the allocator is about to run, for every k. Where an exception from outside
+The tracer raises when the k-th call inside the allocator is about to run, for every k. Where an asynchronous exception
 may come, between any two bytecodes, damage can remain, but none that the next call does not find.
 """
 
@@ -57,7 +57,7 @@ class Scene:
         a.check()
 
     def drain(self) -> None:
-        for plan in list(self.a._core.in_flight.values()):
+        for plan in list(self.a._ledger.in_flight.values()):
             self.a.commit(plan)
 
 
@@ -99,7 +99,7 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
 
 
 def run_with_fault(operation: Callable[[], object], number: int) -> bool:
-    """Run it, raising in place of the given call, counted from 1. Returns whether there were that many."""
+    """Chain it, raising in place of the given call, counted from 1. Returns whether there were that many."""
     left = number
 
     def trace(frame: FrameType, event: str, arg: object) -> object:
@@ -155,7 +155,7 @@ class Interrupt(BaseException):
 
 
 def run_until(operation: Callable[[], object], number: int) -> int:
-    """Run it, interrupted before the bytecode of that number, counted from 1; 0: not. Returns how many there were."""
+    """Chain it, interrupted before the bytecode of that number, counted from 1; 0: not. Returns how many there were."""
     count = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> object:

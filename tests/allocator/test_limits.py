@@ -17,14 +17,14 @@ def computed(allocator: BlockAllocator, tokens: int) -> Sequence:
     return seq
 
 
-def test_a_cohort_ends_at_the_longest_length() -> None:
+def test_a_lockstep_batch_ends_at_the_longest_length() -> None:
     allocator = BlockAllocator(2**12, 2**20)
     seq, short = computed(allocator, MOST - 3), computed(allocator, 1)
     for length in range(MOST - 2, MOST + 1):
         step = allocator.append([seq, short])
         assert step.seq_lens[0] == length
         allocator.commit(step)
-    assert allocator._core.cohorts, "it was on the fast path"
+    assert allocator._ledger.lockstep_batches, "it was on the fast path"
     for _ in range(2):  # the first on the fast path, the second behind it
         with pytest.raises(InvalidArgument, match=r"sequence 1 would have 2147483648 tokens, expected at most 2\^31-1"):
             allocator.append([seq, short])
@@ -69,11 +69,11 @@ def test_too_much_lookahead(lookahead: int) -> None:
     allocator.check()
 
 
-def test_work_to_start_a_cohort_does_not_depend_on_the_block_size() -> None:
+def test_work_to_start_a_lockstep_batch_does_not_depend_on_the_block_size() -> None:
     allocator = BlockAllocator(4, 2**31 - 1)
     seq = computed(allocator, 1)
     allocator.commit(allocator.append([seq]))
-    (cohort,) = allocator._core.cohorts.values()
-    assert len(cohort._calendar) == 1, "one phase for one row"
+    (lockstep,) = allocator._ledger.lockstep_batches.values()
+    assert len(lockstep._calendar) == 1, "one phase for one row"
     assert allocator.append([seq]).slot_mapping[0] % allocator.block_size == 2
     allocator.check()

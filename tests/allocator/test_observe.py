@@ -86,7 +86,7 @@ def test_events_follow_the_cache_through_any_operations() -> None:
                 found ^= {place}
         for a in range(3):
             tokens = world.prompt(a, 39)
-            blocks = world.real._core.prefix.match(world.real._core.roots.peek(None), packed(tokens))
+            blocks = world.real._ledger.prefix.match(world.real._ledger.roots.peek(None), packed(tokens))
             num_cached += len(blocks)
             for b, digest in zip(blocks, world.real.digests(tokens), strict=False):
                 assert ("device" if b >= 0 else "host", digest) in found
@@ -338,7 +338,7 @@ def test_salts_that_nothing_is_cached_under_are_forgotten() -> None:
     ]
     for salt in range(3000):
         allocator.free(allocator.create([1], salt=salt))
-    assert len(allocator._core.roots) < 1500
+    assert len(allocator._ledger.roots) < 1500
     assert allocator.create([1, 2, 3, 4, 5], salt="host").num_cached_tokens == 4, "the host still has it"
 
 
@@ -353,7 +353,7 @@ def test_memory_of_the_queues_is_bounded_in_any_use(policy: str) -> None:
             scheduler.add([generator.randrange(999) for _ in range(20)], max_tokens=generator.randint(5, 60))
         batch = scheduler.schedule()
         scheduler.complete(batch, [generator.randrange(999) for _ in batch.outputs])
-    core = allocator._core
+    core = allocator._ledger
     assert core.pool.num_evicted > 3000
     assert max(len(queue._entries) for pool in (core.pool, core.host) for queue in pool.idle._queues) < 2200
     allocator = BlockAllocator(8, 4, num_host_blocks=8)
@@ -361,7 +361,7 @@ def test_memory_of_the_queues_is_bounded_in_any_use(policy: str) -> None:
     for _ in range(500):
         allocator.commit(allocator.swap_out([seq]))
         allocator.commit(allocator.swap_in([seq]))
-    core = allocator._core
+    core = allocator._ledger
     assert max(len(queue._entries) for pool in (core.pool, core.host) for queue in pool.idle._queues) < 2200
 
 

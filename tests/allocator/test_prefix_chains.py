@@ -259,7 +259,7 @@ def test_check_sees_a_block_that_cannot_be_reached() -> None:
         computed(allocator, [1, 2, 3, 4, 5])
         computed(allocator, [1, 2, 5, 6, 7])
         allocator.check()
-        entries = getattr(allocator._core.prefix, damage)
+        entries = getattr(allocator._ledger.prefix, damage)
         entries.pop(next(iter(entries)))
         with pytest.raises(AuditError):
             allocator.check()

@@ -195,6 +195,6 @@ def test_salts_of_text_and_of_bytes_are_never_compared() -> None:
     code = (
         "from pagedkern.allocator import BlockAllocator as B; a = B(8, 1)\n"
         "for salt in ('1', b'1', 1): a.create([1, 2], salt=salt)\n"
-        "assert B.restore(a.snapshot()).check() is None and len({n for _, n in a._core.roots.items()}) == 3"
+        "assert B.restore(a.snapshot()).check() is None and len({n for _, n in a._ledger.roots.items()}) == 3"
     )
     subprocess.run([sys.executable, "-bb", "-c", code], check=True, timeout=60)

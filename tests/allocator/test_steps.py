@@ -248,7 +248,7 @@ def test_two_batches_in_turn_stay_fast() -> None:
         for seqs in (left, right):
             allocator.commit(allocator.append(seqs, [token] * len(seqs)))
         allocator.check()
-    assert len(allocator._core.cohorts) == 2
+    assert len(allocator._ledger.lockstep_batches) == 2
 
 
 def test_reading_a_sequence_does_not_end_the_fast_path() -> None:
@@ -260,7 +260,7 @@ def test_reading_a_sequence_does_not_end_the_fast_path() -> None:
         assert [s.num_computed_tokens for s in seqs] == [3 + token, 5 + token]
         allocator.commit(step)
         assert [s.num_computed_tokens for s in seqs] == [4 + token, 6 + token]
-    assert len(allocator._core.cohorts) == 1
+    assert len(allocator._ledger.lockstep_batches) == 1
 
 
 def test_the_allocator_needs_the_standard_library_only() -> None:

@@ -154,7 +154,7 @@ def test_an_aborted_swap_shares_the_last_block_of_a_batch_on_the_fast_path_again
     plan = allocator.swap_out([seq])
     for token in range(3):
         assert len(allocator.append([fork], [token]).copies) == 0, "its own, as long as the other is away"
-    assert allocator._core.cohorts
+    assert allocator._ledger.lockstep_batches
     allocator.abort(plan)
     allocator.check()
     assert seq.block_ids == fork.block_ids

@@ -355,22 +355,22 @@ def test_a_second_thread_is_refused() -> None:
 
 def test_check_finds_damage() -> None:
     damages: list[Callable[[BlockAllocator], object]] = [
-        lambda a: a._core.pool.refs.__setitem__(0, 2),
-        lambda a: a._core.pool.refs.__setitem__(15, 1),
-        lambda a: a._core.pool._blank.append(0),
-        lambda a: a._core.pool._blank.pop(),
-        lambda a: a._core.pool.holds.__setitem__(3, 1),
-        lambda a: a._core.prefix._kids.clear(),
-        lambda a: a._core.prefix.keys.__setitem__(15, (1, b"")),
+        lambda a: a._ledger.pool.refs.__setitem__(0, 2),
+        lambda a: a._ledger.pool.refs.__setitem__(15, 1),
+        lambda a: a._ledger.pool._blank.append(0),
+        lambda a: a._ledger.pool._blank.pop(),
+        lambda a: a._ledger.pool.holds.__setitem__(3, 1),
+        lambda a: a._ledger.prefix._kids.clear(),
+        lambda a: a._ledger.prefix.keys.__setitem__(15, (1, b"")),
         lambda a: a.sequences[0]._blocks.append(0),
         lambda a: setattr(a.sequences[0], "_computed", 99),
         lambda a: setattr(a.sequences[0], "_scheduled", 0),
         lambda a: setattr(a.sequences[0], "_private", 0),
         lambda a: a.sequences[0]._tokens.__setitem__(0, 99),
-        lambda a: a._core.undo.append((print, ())),
-        lambda a: a.sequences[1]._cohort._table.entries.__setitem__(0, 9),  # type: ignore[union-attr]
-        lambda a: a.sequences[1]._cohort._slots.__setitem__(0, 9),  # type: ignore[union-attr]
-        lambda a: a._core.in_flight.clear(),
+        lambda a: a._ledger.undo.append((print, ())),
+        lambda a: a.sequences[1]._lockstep._table.entries.__setitem__(0, 9),  # type: ignore[union-attr]
+        lambda a: a.sequences[1]._lockstep._slots.__setitem__(0, 9),  # type: ignore[union-attr]
+        lambda a: a._ledger.in_flight.clear(),
     ]
     for number, damage in enumerate(damages):
         allocator = BlockAllocator(16, 4)

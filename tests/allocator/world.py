@@ -61,7 +61,7 @@ def plain(value: object) -> object:
 
 def fingerprint(allocator: BlockAllocator) -> object:
     """All that an operation may change, to see that a failed one has changed nothing."""
-    core = allocator._core
+    core = allocator._ledger
     for seq in core.live.values():
         core.detach(seq)  # on the fast path, records are derived: settle them to compare
     return (
@@ -590,7 +590,7 @@ class World:
         expected = {(block.pool.name, digest): block for block, digest in digests.items()}
         found = {(e.memory, e.digest): e.block for e in self.real.cached_events()}
         assert found.keys() == expected.keys()
-        for name, pool in (("device", self.real._core.pool), ("host", self.real._core.host)):
+        for name, pool in (("device", self.real._ledger.pool), ("host", self.real._ledger.host)):
             names = {b: digest for (memory, digest), b in found.items() if memory == name}
             order = [names[b] for level in pool.idle.lists() for b in level]
             assert order == [digests[block] for block in getattr(self.model, name).order()]

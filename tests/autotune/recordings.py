@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from pagedkern.autotune.log import Log
-from pagedkern.autotune.records import Recorded
+from pagedkern.autotune.records import Recording
 from pagedkern.autotune.search import LENGTHS, MAX_ROUNDS
 from pagedkern.autotune.space import Candidate, Space, Workload, problems_of
 from pagedkern.autotune.workloads import Model, model
@@ -28,10 +28,10 @@ LLAMA = model("llama-3-8b,dtype=float32")
 
 def recording(
     slowness: Slowness = usual, seed: int = 0, noise: float = 0.02, rounds: int = MAX_ROUNDS, of: Model = LLAMA
-) -> Recorded:
+) -> Recording:
     """An exhaustive run: every candidate in every round."""
     rng = random.Random(seed)
-    recorded = Recorded(DEVICE, "2026-01-01T00:00:00+00:00", load=0.0, driver="Linux 6.1")
+    recorded = Recording(DEVICE, "2026-01-01T00:00:00+00:00", load=0.0, driver="Linux 6.1")
     for workload in problems_of(of, "cpu", num_seqs=8, context=2003, prompt=509):
         space = _space(workload)
         at_best = workload.kv_bytes / 20e9 if workload.kind == "decode" else workload.flops / 200e9
@@ -44,7 +44,7 @@ def recording(
             log.screen(candidate, seconds(candidate))
         for i in range(3):
             for candidate in space.candidates:
-                log.heat(i, candidate, seconds(candidate))
+                log.shortlisted(i, candidate, seconds(candidate))
         for i in range(rounds):
             load = rng.choice((1.0, 1.0, 1.0, 2.5))  # somebody else's, that a whole round shares
             for candidate in space.candidates:

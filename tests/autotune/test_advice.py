@@ -20,7 +20,7 @@ from pagedkern.autotune.objective import Score, score
 from pagedkern.autotune.profile import UNKNOWN_ERROR, distil, from_json, to_json
 from pagedkern.autotune.rates import Rates, Speed
 from pagedkern.autotune.rating import NOT_MEASURED, rates_of
-from pagedkern.autotune.records import Recorded
+from pagedkern.autotune.records import Recording
 from pagedkern.autotune.space import Candidate
 from pagedkern.autotune.store import device
 from pagedkern.autotune.store import profiles as stored
@@ -31,7 +31,7 @@ SMALL = replace(LLAMA, weight_bytes=10**8)  # weights take no time, so that atte
 TRUTH = {8: 1.0, 16: 1.0, 32: 1.0, 64: 1.0, 128: 1.0, 256: 1.0}
 
 
-def machine(block: dict[int, float], noise: float, seed: int = 0, rounds: int = 41) -> Recorded:
+def machine(block: dict[int, float], noise: float, seed: int = 0, rounds: int = 41) -> Recording:
     """A machine whose kernels take so many times as long at these block sizes."""
 
     def slowness(candidate: Candidate, kind: str) -> float:
@@ -41,7 +41,7 @@ def machine(block: dict[int, float], noise: float, seed: int = 0, rounds: int = 
     return recording(slowness, seed, noise, rounds, SMALL)
 
 
-def rates(recorded: Recorded) -> Rates:
+def rates(recorded: Recording) -> Rates:
     verdicts = [decide(space, log) for space, log in zip(recorded.spaces, recorded.logs, strict=True)]
     picks = [{b: pick.candidate for b, pick in verdict.winners.items()} for verdict in verdicts]
     found = rates_of(recorded.spaces, recorded.logs, picks)
@@ -49,7 +49,7 @@ def rates(recorded: Recorded) -> Rates:
     return found
 
 
-def advice(recorded: Recorded, workload: str = "chat", memory: int = 24 * 10**9) -> Advice:
+def advice(recorded: Recording, workload: str = "chat", memory: int = 24 * 10**9) -> Advice:
     found = advise(score(workloads.load(workload), SMALL, rates(recorded), memory))
     assert found is not None
     return found
@@ -131,7 +131,7 @@ def test_a_block_size_without_prefill_is_not_taken_for_the_fastest() -> None:
     """Where time was too short for it: it had the speed of a matrix product then, and was advised as "2.9 times"."""
     recorded = machine(TRUTH, 0.01)
     prefill = recorded.logs[1]
-    for rounds in (prefill.heats, prefill.finals):
+    for rounds in (prefill.shortlist, prefill.finals):
         for times in rounds:
             for candidate in [c for c in times if c.block_size >= 128]:
                 del times[candidate]

@@ -272,7 +272,7 @@ def run_until(stage: str, *arguments: str) -> None:
 def test_a_run_that_was_killed_is_resumed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """kill -9 in the second problem: the first is stored, and is not measured again."""
     tiny = [*SHAPE, "--device", "cpu", "--block-sizes", "8,16", "--budget", "100s", "--workload", "chat"]
-    run_until("prefill: heats", *tiny)
+    run_until("prefill: shortlist", *tiny)
     journal = next(home.glob("runs/*.jsonl"))
     before = load(journal)
     assert len(before.logs[0].finals) > 5

@@ -83,8 +83,8 @@ def test_a_signal_at_any_step_loses_nothing(home: Path, tmp_path: Path) -> None:
                 assert path.is_file()
         recorded = load(tmp_path / f"{i}.jsonl")
         for outcome, log in zip(run.outcomes, recorded.logs, strict=False):
-            assert (log.screened, log.heats, log.finals) == (
-                outcome.log.screened, outcome.log.heats, outcome.log.finals,
+            assert (log.screened, log.shortlist, log.finals) == (
+                outcome.log.screened, outcome.log.shortlist, outcome.log.finals,
             )  # fmt: skip
         assert all(signal.getsignal(n) in (signal.SIG_DFL, signal.default_int_handler) for n in ASKED)
 

@@ -64,7 +64,7 @@ def test_a_worker_measures_what_the_bench_measures(add_backend: Callable[[str, s
         ("EatsMemory", 32, "MemoryError"),
         ("OffByLittle", 64, "wrong by 1.0e-03"),
         ("WritesNothing", 64, "wrong by nan"),
-        ("WrongAtFullBlocks", 64, "on hostile lengths"),
+        ("WrongAtFullBlocks", 64, "on edge cases"),
         ("Raises", 64, "RuntimeError: illegal memory access"),
     ],
 )

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pagedkern.autotune import records
-from pagedkern.autotune.records import Journal, Recorded, load, take_up
-from pagedkern.autotune.replay import Replayed
+from pagedkern.autotune.records import Journal, Recording, load, take_up
+from pagedkern.autotune.replay import ReplayRunner
 from pagedkern.autotune.search import search
 from pagedkern.autotune.store import files
 from pagedkern.autotune.workloads import model
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Recorded:
+def recorded() -> Recording:
     return recording(rounds=3)
 
 
@@ -60,7 +60,7 @@ def go_on(path: Path, killed_at: int = -1) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_a_run_killed_while_it_takes_up_a_journal_loses_nothing(recorded: Recorded, tmp_path: Path) -> None:
+def test_a_run_killed_while_it_takes_up_a_journal_loses_nothing(recorded: Recording, tmp_path: Path) -> None:
     """kill -9 at each step of putting the new file in the place of the old one, and while it is written."""
     path = written(recorded, tmp_path / "run.jsonl")
     content = path.read_bytes()
@@ -82,7 +82,7 @@ def test_a_run_killed_while_it_takes_up_a_journal_loses_nothing(recorded: Record
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_disk_that_is_full_when_a_journal_is_taken_up(
-    call: str, recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, recorded: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(recorded, tmp_path / "run.jsonl")
     content = path.read_bytes()
@@ -139,7 +139,7 @@ def test_files_of_earlier_runs_are_dropped(home: Path, monkeypatch: pytest.Monke
     assert len(list(folder.iterdir())) == 5
 
 
-def test_two_runs_that_write_at_once_do_not_mix(recorded: Recorded, tmp_path: Path) -> None:
+def test_two_runs_that_write_at_once_do_not_mix(recorded: Recording, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text("of an earlier run\n")
     runs = [begun(recorded), begun(recorded), begun(recorded, 2)]
@@ -156,11 +156,11 @@ def test_two_runs_that_write_at_once_do_not_mix(recorded: Recorded, tmp_path: Pa
 
 
 def test_a_full_disk_costs_the_records_not_the_run(
-    recorded: Recorded, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    recorded: Recording, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
-    known, runner = begun(recorded), Replayed(recorded.spaces[0], recorded.logs[0])
+    known, runner = begun(recorded), ReplayRunner(recorded.spaces[0], recorded.logs[0])
     (log,) = known.logs
     with pytest.raises(OSError, match="No space left"), Journal(Path("/dev/full"), known):
         pass

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pagedkern.autotune.hostile import GARBAGE
+from pagedkern.autotune.edge_cases import GARBAGE
 from pagedkern.autotune.measure import Bench, Pool
 from pagedkern.autotune.space import Candidate, Space, Workload, candidates, copies, workloads
 from pagedkern.autotune.store import device

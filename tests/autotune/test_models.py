@@ -16,7 +16,7 @@ from pagedkern import recommend
 from pagedkern.autotune import profile as profiles
 from pagedkern.autotune import store, workloads
 from pagedkern.autotune.cli import main
-from pagedkern.autotune.hostile import dense
+from pagedkern.autotune.edge_cases import dense
 from pagedkern.autotune.measure import Bench
 from pagedkern.autotune.profile import Shape, distil
 from pagedkern.autotune.recommend import find
@@ -160,7 +160,7 @@ def test_who_passes_over_a_window_or_a_softcap_is_found_out(
     bench = Bench(space, 0)
     found = bench.check(next(c for c in space.candidates if c.backend == "candidate"))
     assert (found is not None) == wrong
-    assert found is None or "hostile" in found
+    assert found is None or "edge cases" in found
 
 
 @pytest.mark.parametrize("kv_dtype", ITEMSIZE)
@@ -172,9 +172,9 @@ def test_a_window_in_every_dtype(kind: int, kv_dtype: str, monkeypatch: pytest.M
     space = candidates(problems_of(of, "cpu", num_seqs=2, context=53, prompt=21)[kind], [8], ["reference"])
     bench = Bench(space, 0)
     assert bench.check(next(c for c in space.candidates if c.backend == "reference")) is None
-    hostile = bench._hostile[8]
-    longest = hostile.lengths.index(max(hostile.lengths))
-    first = hostile.k_cache[hostile.table[longest, 0], 0].to(torch.float32)
+    edges = bench._edge_cases[8]
+    longest = edges.lengths.index(max(edges.lengths))
+    first = edges.k_cache[edges.table[longest, 0], 0].to(torch.float32)
     assert (first.isnan() | (first == 127)).all()
 
 
@@ -188,7 +188,7 @@ def test_a_window_longer_than_the_context_is_checked_with_a_short_one(
     bench = Bench(space, 0)
     found = bench.check(next(c for c in space.candidates if c.backend == "candidate"))
     assert found is not None
-    assert "hostile" in found
+    assert "edge cases" in found
 
 
 def fixed(name: str, of: Model | None) -> Traffic:

@@ -170,7 +170,7 @@ class Filled:
     """A run, and the store that it left."""
 
     run: Run
-    choices: list[store.Stored]
+    choices: list[store.StoreEntry]
     profiles: list[tuple[str, Path, Profile]]
 
 

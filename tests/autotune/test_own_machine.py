@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedkern import recommend
-from pagedkern._choice import choose
+from pagedkern._selection import choose
 from pagedkern.autotune import profile as profiles
 from pagedkern.autotune import store
 from pagedkern.autotune.profile import Shape
@@ -210,7 +210,7 @@ def test_a_damaged_file_of_this_machine_is_passed_over(here: Identity, base: dic
 ASK = """
 import json, sys
 import pagedkern
-from pagedkern._choice import choose
+from pagedkern._selection import choose
 from pagedkern.autotune.store import device
 from tests.autotune.recordings import LLAMA
 from tests.autotune.test_store import DECODE

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pagedkern import recommend
-from pagedkern._choice import choose
+from pagedkern._selection import choose
 from pagedkern.autotune import profile as profiles
 from pagedkern.autotune import store
 from pagedkern.autotune.cli import main

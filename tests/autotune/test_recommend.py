@@ -13,7 +13,7 @@ import pytest
 
 import pagedkern
 from pagedkern import recommend
-from pagedkern._choice import choose
+from pagedkern._selection import choose
 from pagedkern.autotune import profile as profiles
 from pagedkern.autotune import store
 from pagedkern.autotune.recommend import parse_memory

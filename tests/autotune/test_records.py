@@ -15,8 +15,8 @@ from pagedkern.autotune.decision import decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.objective import best, score
 from pagedkern.autotune.profile import Profile, Shape, choices_of, distil, from_json, rates_of, to_json
-from pagedkern.autotune.records import Journal, Recorded, load, take_up
-from pagedkern.autotune.replay import Replayed, Searched, exhaustive, regret, replay
+from pagedkern.autotune.records import Journal, Recording, load, take_up
+from pagedkern.autotune.replay import ReplayRunner, SearchResult, exhaustive, regret, replay
 from pagedkern.autotune.search import search
 from pagedkern.autotune.space import Candidate
 from pagedkern.autotune.store import files
@@ -29,11 +29,11 @@ MEMORY = {"long-context": 48 * 10**9, "retrieval": 32 * 10**9}  # of the cache, 
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Recorded:
+def recorded() -> Recording:
     return recording()
 
 
-def written(recorded: Recorded, path: Path) -> Path:
+def written(recorded: Recording, path: Path) -> Path:
     with Journal(path, recorded):
         pass
     for log in recorded.logs:
@@ -41,18 +41,18 @@ def written(recorded: Recorded, path: Path) -> Path:
     return path
 
 
-def begun(recorded: Recorded, count: int = 1) -> Recorded:
+def begun(recorded: Recording, count: int = 1) -> Recording:
     """The same machine at the beginning of a run of the first problems."""
     logs = [Log() for _ in range(count)]
-    return Recorded(recorded.device, recorded.when, recorded.spaces[:count], logs, recorded.code[:count], 0.0, "Linux")
+    return Recording(recorded.device, recorded.when, recorded.spaces[:count], logs, recorded.code[:count], 0.0, "Linux")
 
 
 def same(a: Log, b: Log) -> bool:
-    fields = ("screened", "heats", "finals", "lasting", "reads", "products", "lengths")
+    fields = ("screened", "shortlist", "finals", "lasting", "reads", "products", "lengths")
     return all(getattr(a, name) == getattr(b, name) for name in fields)
 
 
-def test_what_is_written_is_read(recorded: Recorded, tmp_path: Path) -> None:
+def test_what_is_written_is_read(recorded: Recording, tmp_path: Path) -> None:
     found = load(written(recorded, tmp_path / "a.jsonl"))
     fields = ("device", "when", "spaces", "code", "load", "driver")
     assert [getattr(found, name) for name in fields] == [getattr(recorded, name) for name in fields]
@@ -62,9 +62,9 @@ def test_what_is_written_is_read(recorded: Recorded, tmp_path: Path) -> None:
     assert all(same(a, b) for a, b in zip(found.logs, recorded.logs, strict=True))
 
 
-def test_a_search_is_written_down_as_it_goes(recorded: Recorded, tmp_path: Path) -> None:
+def test_a_search_is_written_down_as_it_goes(recorded: Recording, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    runner = Replayed(recorded.spaces[0], recorded.logs[0])
+    runner = ReplayRunner(recorded.spaces[0], recorded.logs[0])
     known = begun(recorded)
     (log,) = known.logs
     with Journal(path, known):
@@ -73,7 +73,7 @@ def test_a_search_is_written_down_as_it_goes(recorded: Recorded, tmp_path: Path)
     assert len(log.finals) >= 5
 
 
-def test_a_file_cut_anywhere_loses_its_last_line_only(recorded: Recorded, tmp_path: Path) -> None:
+def test_a_file_cut_anywhere_loses_its_last_line_only(recorded: Recording, tmp_path: Path) -> None:
     path = written(recording(rounds=2), tmp_path / "a.jsonl")
     content, rng = path.read_bytes(), random.Random(0)
     first = content.index(b"\n") + 1
@@ -104,7 +104,7 @@ def test_a_file_cut_anywhere_loses_its_last_line_only(recorded: Recorded, tmp_pa
         ('{"record": "guess", "problem": 0, "candidate": 0, "seconds": 1}', "no kind of record is called 'guess'"),
     ],
 )
-def test_a_line_that_is_wrong_is_named(recorded: Recorded, tmp_path: Path, line: str, message: str) -> None:
+def test_a_line_that_is_wrong_is_named(recorded: Recording, tmp_path: Path, line: str, message: str) -> None:
     path = written(recorded, tmp_path / "a.jsonl")
     lines = path.read_text().split("\n")
     path.write_text("\n".join([*lines[:2], line, *lines[2:]]))
@@ -130,7 +130,7 @@ def test_a_line_that_is_wrong_is_named(recorded: Recorded, tmp_path: Path, line:
     ],
 )
 def test_a_problem_that_is_none_is_named(
-    recorded: Recorded, tmp_path: Path, change: dict[str, object], message: str
+    recorded: Recording, tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     path = written(recorded, tmp_path / "a.jsonl")
     lines = path.read_text().split("\n")
@@ -153,7 +153,7 @@ def test_what_are_no_records(tmp_path: Path) -> None:
             load(tmp_path / "a.jsonl")
 
 
-class Counted(Replayed):
+class Counted(ReplayRunner):
     samples = 0
 
     def sample(self, candidate: Candidate, repeats: int, context: int | None = None) -> float:
@@ -162,12 +162,12 @@ class Counted(Replayed):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 0.95])
-def test_a_killed_run_is_resumed_without_measuring_again(recorded: Recorded, tmp_path: Path, share: float) -> None:
+def test_a_killed_run_is_resumed_without_measuring_again(recorded: Recording, tmp_path: Path, share: float) -> None:
     """Cut the journal of a whole search, go on from there, and see how often each candidate runs then."""
     space = recorded.spaces[0]
     known, path = begun(recorded), tmp_path / "run.jsonl"
     (whole,) = known.logs
-    runner = Replayed(space, recorded.logs[0])
+    runner = ReplayRunner(space, recorded.logs[0])
     with Journal(path, known):
         search(space, runner, whole, 1000.0, clock=runner.clock)
     content = path.read_bytes()
@@ -187,7 +187,7 @@ def test_a_killed_run_is_resumed_without_measuring_again(recorded: Recorded, tmp
     assert winners == {b: pick.candidate for b, pick in decide(space, whole).winners.items()}
 
 
-def test_records_of_something_else_are_not_resumed(recorded: Recorded) -> None:
+def test_records_of_something_else_are_not_resumed(recorded: Recording) -> None:
     other = recording(seed=1)
     other.code[0] = {"fast": {"kernel": "changed"}}
     assert take_up(other, recorded.spaces, recorded.code) is None
@@ -196,7 +196,7 @@ def test_records_of_something_else_are_not_resumed(recorded: Recorded) -> None:
 
 
 @lru_cache(maxsize=1)
-def searched(seed: int) -> Searched:
+def searched(seed: int) -> SearchResult:
     """A search of a machine where every configuration is faster or slower by chance."""
     rng = random.Random(seed)
     factors: dict[tuple[str, object], float] = {}
@@ -217,7 +217,7 @@ def test_the_search_finds_what_is_within_3_percent_of_the_best(seed: int, name: 
     assert -1e-9 <= found.share <= 0.03, found
 
 
-def test_a_search_sees_less_than_all(recorded: Recorded) -> None:
+def test_a_search_sees_less_than_all(recorded: Recording) -> None:
     """Otherwise the regret would say nothing."""
     searched = replay(recorded)
     for space, log in zip(recorded.spaces, searched.logs, strict=True):
@@ -226,7 +226,7 @@ def test_a_search_sees_less_than_all(recorded: Recorded) -> None:
     assert set(exhaustive(recorded.spaces[0], recorded.logs[0])) == {8, 16, 32, 64, 128, 256}
 
 
-def test_a_second_machine_differs_where_its_measurements_do(recorded: Recorded) -> None:
+def test_a_second_machine_differs_where_its_measurements_do(recorded: Recording) -> None:
     def other(candidate: Candidate, kind: str) -> float:  # large blocks are bad there, in decode
         return usual(candidate, kind) * (2.0 if candidate.block_size > 64 and kind == "decode" else 1.0)
 
@@ -244,7 +244,7 @@ def test_a_second_machine_differs_where_its_measurements_do(recorded: Recorded) 
     assert a == pytest.approx(2 * b, rel=0.1)
 
 
-def test_rates_are_those_of_the_times(recorded: Recorded) -> None:
+def test_rates_are_those_of_the_times(recorded: Recording) -> None:
     picks = [exhaustive(space, log) for space, log in zip(recorded.spaces, recorded.logs, strict=True)]
     rates = rates_of(recorded.spaces, recorded.logs, picks)
     assert rates is not None
@@ -259,7 +259,7 @@ def test_rates_are_those_of_the_times(recorded: Recorded) -> None:
     assert rates_of(recorded.spaces, [Log(), Log()], picks) is None
 
 
-def test_a_profile_is_written_and_read(recorded: Recorded) -> None:
+def test_a_profile_is_written_and_read(recorded: Recording) -> None:
     document = distil(recorded)
     assert document is not None
     profile = from_json(json.loads(json.dumps(document)))
@@ -271,7 +271,7 @@ def test_a_profile_is_written_and_read(recorded: Recorded) -> None:
         (c["problem"]["block_size"], c["backend"]) for c in document["choices"] if c["problem"]["kind"] == "decode"
     }
     assert names == {(b, name) for b, choices in kept.items() for name in choices}
-    assert distil(Recorded(recorded.device, "", recorded.spaces, [Log(), Log()], recorded.code)) is None
+    assert distil(Recording(recorded.device, "", recorded.spaces, [Log(), Log()], recorded.code)) is None
     chosen = best(score(workloads.load("chat"), LLAMA, profile.rates, 8 * 10**9))
     assert chosen is not None
     assert chosen.block_size in (32, 64)
@@ -290,7 +290,7 @@ def test_a_profile_is_written_and_read(recorded: Recorded) -> None:
         (("shape", "windows"), [0]), (("shape", "windows"), ["x/../.."]), (("shape", "softcap"), 50),
     ],
 )  # fmt: skip
-def test_a_profile_that_is_none(recorded: Recorded, path: tuple[str, ...], value: object) -> None:
+def test_a_profile_that_is_none(recorded: Recording, path: tuple[str, ...], value: object) -> None:
     document = json.loads(json.dumps(distil(recorded)))
     place = document
     for name in path[:-1]:

@@ -15,7 +15,7 @@ from pagedkern.autotune.log import Log
 from pagedkern.autotune.report import console, document, progress, terminal
 from pagedkern.autotune.runs import Outcome, Run
 from pagedkern.autotune.space import Candidate, Space, Workload, workloads
-from pagedkern.autotune.store import Tuned
+from pagedkern.autotune.store import Measurement
 from pagedkern.backends.base import Problem
 
 LONG = '{"num_stages": 3, "num_warps": 8, "span": 2048, "tile": 128}'
@@ -150,7 +150,7 @@ def test_exit_codes(run: Run) -> None:
 
 def test_the_store_is_listed() -> None:
     problem = Problem("cpu", "float32", "int8", 32, 8, 128, 64, 16, 4, 4, 1, 2000, sliding_window=4096, sinks=True)
-    tuned = Tuned({}, 0.1, False, 1.25, 1.2, 9, "cpu(span=1024)", 4, 4, 1, 2000, 2000)
+    tuned = Measurement({}, 0.1, False, 1.25, 1.2, 9, "cpu(span=1024)", 4, 4, 1, 2000, 2000)
     store.save(problem, {"reference": tuned})
     file = io.StringIO()
     terminal.show_stored(Console(file=file, width=80), list(store.contents()))
@@ -181,7 +181,7 @@ def test_progress_counts_everything() -> None:
             ("decode: screening - 1 of 2", 10),
             ("decode: compiling - 2 of 2: cpu()", 4),
             ("prefill: compiling - 1 of 2: cpu()", 4),
-            ("prefill: heats - 1 of 3", 50),
+            ("prefill: shortlist - 1 of 3", 50),
             ("prefill: finals - round 1 of 41", 1),
         ):
             bar.tell(step, None, None)
@@ -194,7 +194,7 @@ def test_progress_counts_everything() -> None:
         "    7 s  decode: compiling",
         "   11 s  decode: screening",
         "   25 s  prefill: compiling",
-        "   29 s  prefill: heats",
+        "   29 s  prefill: shortlist",
         "   79 s  prefill: finals",
     ]
 

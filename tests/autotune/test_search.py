@@ -245,7 +245,7 @@ def test_a_backend_that_would_take_too_much_of_the_time_is_not_even_checked() ->
     assert len(log.finals) >= searching.MAX_ROUNDS
 
 
-def test_a_hopeless_default_is_still_what_others_must_beat() -> None:
+def test_a_default_that_is_too_slow_is_still_what_others_must_beat() -> None:
     space = make_space()
     log = run(space, Simulated(lambda c: 0.1 if c.backend == FAST else 0.001))
     winners = decide(space, log).winners
@@ -325,7 +325,7 @@ def test_short_calls_are_repeated_in_a_sample() -> None:
     runner = Simulated(lambda c: 1e-4)
     log = run(space, runner)
     swept = 3 * (32 + 32 + 20)  # at three lengths, of which shorter ones are repeated more often
-    assert runner.runs[space.untuned(16)] == 2 + 20 * (len(log.heats) + len(log.finals)) + swept
+    assert runner.runs[space.untuned(16)] == 2 + 20 * (len(log.shortlist) + len(log.finals)) + swept
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=40), st.floats(0.001, 0.3))

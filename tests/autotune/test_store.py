@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pagedkern.backends as registry
-from pagedkern._choice import choose, encode_config
+from pagedkern._selection import choose, encode_config
 from pagedkern.autotune import store
-from pagedkern.autotune.store import Key, Tuned, device, files, location, lookup, save
+from pagedkern.autotune.store import Key, Measurement, device, files, location, lookup, save
 from pagedkern.backends.base import Problem
 
 DECODE = Problem("cpu", "float32", "float32", 8, 2, 64, 64, 16, 4, 4, 1, 2000)
 PREFILL = replace(DECODE, num_tokens=1000, max_seqlen_q=250)
-TUNED = Tuned(
+TUNED = Measurement(
     config={}, seconds=0.002, untuned=False, gain=1.3, gain_low=1.25, rounds=41, default="cpu(span=1024)",
     num_seqs=4, num_tokens=4, max_seqlen_q=1, max_seqlen_k=2000, context=1990,
 )  # fmt: skip

@@ -70,7 +70,7 @@ def check_exact(target: Target, spec: Spec, compute_dtype: torch.dtype | None = 
 @clause
 def check_no_leak(target: Target, spec: Spec, fills: Sequence[str] = ("nan", "inf", "mixed")) -> None:
     """Clause 2: what no query sees changes no bit."""
-    want = target.attend(build(spec, device=target.device, fill="zero", hostile=False))
+    want = target.attend(build(spec, device=target.device, fill="zero", poisoned=False))
     assert not want.out.isnan().any()
     for fill in fills:
         got = target.attend(build(spec, device=target.device, fill=fill))

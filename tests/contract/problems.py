@@ -184,12 +184,12 @@ def build(
     device: str = "cpu",
     fill: str = "nan",
     placement: int = 0,
-    hostile: bool = True,
+    poisoned: bool = True,
     spare_blocks: int = 3,
 ) -> Call:
     """Place the tokens into a cache filled with `fill` ("nan", "inf", "mixed", "zero"), blocks permuted by `placement`.
 
-    `hostile` also puts garbage into the table entries that are never followed and poison into the queries that see
+    `poisoned` also puts garbage into the table entries that are never followed and poison into the queries that see
     nothing; without it both are zero.
     """
     tokens = contents(spec) if tokens is None else tokens
@@ -209,8 +209,8 @@ def build(
             bits(k_cache)[blocks, j % size] = bits(t.k[first:].to(device))
             bits(v_cache)[blocks, j % size] = bits(t.v[first:].to(device))
 
-    table = _table(block_ids, num_blocks, random.Random(f"{placement} {fill}"), hostile).to(device)
-    q = _queries(spec, tokens, device, fill if hostile else "zero")
+    table = _table(block_ids, num_blocks, random.Random(f"{placement} {fill}"), poisoned).to(device)
+    q = _queries(spec, tokens, device, fill if poisoned else "zero")
     args: dict[str, Any] = {
         "q": q,
         "k_cache": k_cache,
@@ -239,7 +239,7 @@ def _first_seen(spec: Spec, t: Tokens) -> int:
     return min(len(t.k), max(0, len(t.k) - len(t.q) - spec.window + 1))
 
 
-def _table(block_ids: Sequence[Sequence[int]], num_blocks: int, rng: random.Random, hostile: bool) -> Tensor:
+def _table(block_ids: Sequence[Sequence[int]], num_blocks: int, rng: random.Random, poisoned: bool) -> Tensor:
     """int32 [S, W], a slice of a wider one; what is never followed holds garbage (or 0)."""
     width = max((len(ids) for ids in block_ids), default=0) + 2
     wide = torch.zeros(len(block_ids), width + 3, dtype=torch.int32)
@@ -249,7 +249,7 @@ def _table(block_ids: Sequence[Sequence[int]], num_blocks: int, rng: random.Rand
             garbage = rng.choice(
                 (-1, 2**31 - 1, -(2**31), num_blocks, rng.randrange(2**31), rng.randrange(num_blocks or 1))
             )
-            wide[row, j] = known if known >= 0 else garbage * hostile
+            wide[row, j] = known if known >= 0 else garbage * poisoned
     return wide[:, :width]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pagedkern
-from pagedkern import _choice as choices
+from pagedkern import _selection as choices
 from pagedkern.backends import _LOCATIONS, load, probe
 from pagedkern.backends.base import Probe, Problem
 from pagedkern.errors import BackendUnavailable, PagedKernError, Unsupported

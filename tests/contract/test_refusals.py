@@ -208,7 +208,7 @@ def test_debug_finds_a_destination_given_twice(target: Target) -> None:
     ids=str,
 )
 def test_debug_accepts_what_is_never_followed(target: Target, spec: Spec) -> None:
-    """Hostile table tails, released windows and padding rows are legal, and the result is that without debug."""
+    """Garbage behind the end of a row, released windows and padding rows are legal and change no result."""
     call = build(spec, device=target.device)
     want, got = target.attend(call), target.attend(call, debug=True)
     assert torch.equal(bits(got.out), bits(want.out))

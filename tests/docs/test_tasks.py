@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import pagedkern
-from pagedkern import _choice as choices
+from pagedkern import _selection as choices
 from pagedkern.autotune import workloads
 from pagedkern.backends import _LOCATIONS, load, probe
 from tests.contract import test_extremes

@@ -225,7 +225,7 @@ def test_a_plain_decode_step_stays_on_the_fast_path() -> None:
     (step,) = batch.steps
     assert batch.block_table is step.block_table
     assert batch.slot_mapping is step.slot_mapping
-    assert step._cohort is not None
+    assert step._lockstep is not None
 
 
 BUILD: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -324,7 +324,7 @@ def test_a_fault_at_any_call_of_the_allocator(policy: str, monkeypatch: pytest.M
             if countdown[0] == 0:
                 raise Fault
             result = real(self, *args, **kwargs)
-            if self._core.in_transaction:
+            if self._ledger.in_transaction:
                 countdown[0] -= 1
                 if countdown[0] == 0:
                     raise Fault

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from pagedkern._choice import Choice, choose
+from pagedkern._selection import Choice, choose
 from pagedkern.autotune import space as spaces
 from pagedkern.autotune.api import cache_memory
 from pagedkern.autotune.cli import options

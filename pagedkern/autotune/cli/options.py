@@ -11,7 +11,7 @@ from typing import TypeVar
 from pagedkern.autotune import arguments, workloads
 from pagedkern.autotune.cli import PROG
 from pagedkern.autotune.recommend import parse_memory
-from pagedkern.autotune.records import Recorded, load
+from pagedkern.autotune.records import Recording, load
 from pagedkern.autotune.report import console
 from pagedkern.autotune.store import files
 from pagedkern.errors import InvalidArgument
@@ -102,7 +102,7 @@ def last_records() -> Path | None:
     return found[-1] if found else None
 
 
-def records(path: Path | None) -> Recorded:
+def records(path: Path | None) -> Recording:
     """The records of a file, or of the last run. Raises `InvalidArgument`."""
     path = path or last_records()
     if path is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedkern.autotune.advice import advise
 from pagedkern.autotune.objective import USUAL_BLOCK_SIZE, Score
-from pagedkern.autotune.records import Recorded
+from pagedkern.autotune.records import Recording
 from pagedkern.autotune.space import Candidate, Space
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c4554d", "#787774")  # 
 INK, FAINT, GOOD = "#37352f", "#d3d1cb", "#d9730d"
 
 
-def draw(recorded: Recorded, scores: Sequence[Score], title: str) -> Figure:
+def draw(recorded: Recording, scores: Sequence[Score], title: str) -> Figure:
     """The figure of a run: what was measured, and what it comes to for a workload."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from pagedkern.autotune.profile import Profile, to_json
 from pagedkern.autotune.recommend import Recommendation
 from pagedkern.autotune.runs import Outcome, Run, Serving
 from pagedkern.autotune.space import Candidate, Space
-from pagedkern.autotune.store import Stored
+from pagedkern.autotune.store import StoreEntry
 from pagedkern.autotune.store import device as machine
 
 
@@ -60,7 +60,7 @@ def plan_document(spaces: Iterable[Space], unusable: list[str]) -> dict[str, obj
     return {"unusable_backends": unusable, "problems": problems}
 
 
-def stored_document(stored: Iterable[Stored]) -> list[dict[str, object]]:
+def stored_document(stored: Iterable[StoreEntry]) -> list[dict[str, object]]:
     """The contents of the store, as a list of JSON objects."""
     return [
         {

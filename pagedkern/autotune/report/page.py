@@ -14,7 +14,7 @@ from pagedkern.autotune.objective import Score, best, score
 from pagedkern.autotune.profile import Shape
 from pagedkern.autotune.rates import Rates
 from pagedkern.autotune.rating import rates_of
-from pagedkern.autotune.records import Recorded
+from pagedkern.autotune.records import Recording
 from pagedkern.autotune.report import charts
 from pagedkern.autotune.report.formats import digits, time_text
 from pagedkern.autotune.scheduling import advise_scheduler
@@ -35,7 +35,7 @@ tr.best td { font-weight: bold; color: #b35309; } svg { width: 100%; height: aut
 COLUMNS = ("block size", "sequences", "waste", "step", "attention", "request", "cached", "tokens/s", "±", "of best")
 
 
-def write(recorded: Recorded, traffic: Traffic, model: Model, memory: int, path: Path) -> tuple[Path, Path]:
+def write(recorded: Recording, traffic: Traffic, model: Model, memory: int, path: Path) -> tuple[Path, Path]:
     """Write `path` with the endings .html and .png, and return the two. Raises `OSError`."""
     verdicts = [decide(space, log) for space, log in zip(recorded.spaces, recorded.logs, strict=True)]
     picks = [{b: pick.candidate for b, pick in verdict.winners.items()} for verdict in verdicts]
@@ -50,7 +50,7 @@ def write(recorded: Recorded, traffic: Traffic, model: Model, memory: int, path:
 
 
 def _page(
-    recorded: Recorded, traffic: Traffic, model: Model, memory: int, rates: Rates | None, scores: Sequence[Score],
+    recorded: Recording, traffic: Traffic, model: Model, memory: int, rates: Rates | None, scores: Sequence[Score],
     picture: str,
 ) -> str:  # fmt: skip
     advice = advise(scores)
@@ -109,7 +109,7 @@ def _kernels(space: Space, log: Log) -> list[str]:
     ]
 
 
-def _other_shape(recorded: Recorded, model: Model) -> str:
+def _other_shape(recorded: Recording, model: Model) -> str:
     shape = Shape.of_problems([space.workload for space in recorded.spaces]) if recorded.spaces else Shape.of(model)
     return "" if shape == Shape.of(model) else f" The rates are of another shape, {shape.name()}."
 

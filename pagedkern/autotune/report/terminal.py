@@ -11,7 +11,7 @@ from pagedkern.autotune.report.console import Column, Row, say, show_table
 from pagedkern.autotune.report.formats import bar_text, digits, time_text
 from pagedkern.autotune.report.serving import show_served
 from pagedkern.autotune.runs import Outcome, Run
-from pagedkern.autotune.store import MIN_GAIN, Stored
+from pagedkern.autotune.store import MIN_GAIN, StoreEntry
 from pagedkern.autotune.store import device as machine
 
 BEST, CHOSEN = "*", "+"
@@ -57,7 +57,7 @@ def show_plan(console: Console, spaces: Iterable[Space], unusable: list[str]) ->
         say(console, f"Not measured: {reason}.")
 
 
-def show_stored(console: Console, stored: list[Stored]) -> None:
+def show_stored(console: Console, stored: list[StoreEntry]) -> None:
     """Print the contents of the store."""
     columns = [Column("problem", folds=True), Column("choice", folds=True), Column("speed", right=True)]
     rows = []

@@ -41,7 +41,7 @@ logger = logging.getLogger("pagedkern.autotune")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredChoice:
     """A tuned choice for a problem."""
 
     backend: str
@@ -88,7 +88,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class Measurement:
     """The best configuration of one backend for one key, and the measurement behind it."""
 
     config: Mapping[str, object]
@@ -112,7 +112,7 @@ class Tuned:
         return self.untuned or self.gain_low >= MIN_GAIN
 
 
-def lookup(problem: Problem, backend: str | None = None, ordinal: int | None = None) -> Found | None:
+def lookup(problem: Problem, backend: str | None = None, ordinal: int | None = None) -> StoredChoice | None:
     """The stored choice for a problem, among all backends or for one; None if there is none.
 
     The backend and config returned depend on `Key.of(problem)` and the device alone, for the life of the process; the
@@ -126,10 +126,12 @@ def lookup(problem: Problem, backend: str | None = None, ordinal: int | None = N
     tuned = choices[name]
     sizes = ("num_seqs", "num_tokens", "max_seqlen_q", "max_seqlen_k")
     same = all(getattr(problem, size) == getattr(tuned, size) for size in sizes)
-    return Found(name, tuned.config, "tuned" if same else "tuned-nearest", _reason(problem, tuned, same, ordinal))
+    return StoredChoice(
+        name, tuned.config, "tuned" if same else "tuned-nearest", _reason(problem, tuned, same, ordinal)
+    )
 
 
-def save(problem: Problem, choices: Mapping[str, Tuned]) -> Path:
+def save(problem: Problem, choices: Mapping[str, Measurement]) -> Path:
     """Store the best configuration of each backend named, beside those already stored for other backends.
 
     What was stored against another default, or with other code, is dropped. Takes effect in this process at once.
@@ -178,12 +180,12 @@ def reload() -> None:
     _current.cache_clear()
     _nearest.cache_clear()
     profiles.all_of.cache_clear()
-    if (choice := sys.modules.get("pagedkern._choice")) is not None:
+    if (choice := sys.modules.get("pagedkern._selection")) is not None:
         choice.choose.cache_clear()
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoreEntry:
     """One choice in the store, whether or not it would be used: "auto" is what backend="auto" uses; "stale" was made
     with other kernels or libraries, "other threads" on this machine with another number of them: both are used for want
     of others, as far as the kernels are the same."""
@@ -192,11 +194,11 @@ class Stored:
     device: Mapping[str, str | int]
     key: Key
     backend: str
-    tuned: Tuned
+    tuned: Measurement
     state: str  # "auto", "used": by calls that name the backend; "stale", "other threads", "another machine"
 
 
-def contents() -> Iterator[Stored]:
+def contents() -> Iterator[StoreEntry]:
     """Every choice in the store, for people to read. Files that cannot be read are passed over with a warning."""
     home = files.directory()
     if home is None:
@@ -219,7 +221,7 @@ def contents() -> Iterator[Stored]:
         best = _best({name: tuned for name, (tuned, code) in choices.items() if here and _fresh(name, code)})
         for name, (tuned, code) in choices.items():
             state = "auto" if name == best else "used" if here else "other threads" if own else "another machine"
-            yield Stored(path, device, key, name, tuned, state if not own or _fresh(name, code) else "stale")
+            yield StoreEntry(path, device, key, name, tuned, state if not own or _fresh(name, code) else "stale")
 
 
 def location(home: Path, key: Key, ordinal: int | None = None) -> Path:
@@ -228,7 +230,7 @@ def location(home: Path, key: Key, ordinal: int | None = None) -> Path:
 
 
 @lru_cache(maxsize=4096)
-def _current(home: Path, key: Key, ordinal: int | None) -> Mapping[str, Tuned]:
+def _current(home: Path, key: Key, ordinal: int | None) -> Mapping[str, Measurement]:
     """What the file of a key holds for the code that is installed now; empty if nothing."""
     path = location(home, key, ordinal)
     entries = _read(path, key, machine.identity(key.device, ordinal))
@@ -239,7 +241,7 @@ def _current(home: Path, key: Key, ordinal: int | None) -> Mapping[str, Tuned]:
 
 
 @lru_cache(maxsize=4096)
-def _nearest(home: Path | None, key: Key, backend: str | None, ordinal: int | None) -> Found | None:
+def _nearest(home: Path | None, key: Key, backend: str | None, ordinal: int | None) -> StoredChoice | None:
     """The choice for a key of the machine that says most about this one: this machine with the nearest number of
     threads, or with other versions of libraries; else of those that were imported and those that ship the one most
     like it.
@@ -260,13 +262,13 @@ def _nearest(home: Path | None, key: Key, backend: str | None, ordinal: int | No
             where = machines.describe(here, device)
             where += "" if not machines.same_machine(here, device) or _fresh(name, code) else ", other libraries"
             said = f"{_gain(tuned)}; measured on {where}, {tuned.driver}, {tuned.when[:10]}"
-            return Found(name, tuned.config, "tuned-nearest", said)
+            return StoredChoice(name, tuned.config, "tuned-nearest", said)
     return None
 
 
 def _elsewhere(
     home: Path | None, key: Key, here: Mapping[str, str | int]
-) -> Iterator[tuple[Mapping[str, str | int], Mapping[str, tuple[Tuned, Mapping[str, object]]]]]:
+) -> Iterator[tuple[Mapping[str, str | int], Mapping[str, tuple[Measurement, Mapping[str, object]]]]]:
     """The choices for a key that are not those of this machine as it is, each with its machine: first of this machine,
     with other threads or by other code, then those that were imported, then those that ship."""
     for path in files.found(home, f"tuned/*/{key.filename()}") if home is not None else []:
@@ -291,7 +293,7 @@ def _same_kernel(backend: str, code: Mapping[str, object]) -> bool:
     return backend.isidentifier() and code.get("kernel") == machine.kernel_hash(backend) != "unknown"
 
 
-def _best(choices: Mapping[str, Tuned]) -> str | None:
+def _best(choices: Mapping[str, Measurement]) -> str | None:
     """The backend that "auto" takes."""
     ranked = sorted((name for name in choices if choices[name].eligible), key=lambda n: (-choices[n].gain_low, n))
     return ranked[0] if ranked else None
@@ -299,7 +301,7 @@ def _best(choices: Mapping[str, Tuned]) -> str | None:
 
 def _read(
     path: Path, key: Key, device: Mapping[str, str | int] | None = None
-) -> dict[str, tuple[Tuned, Mapping[str, object]]]:
+) -> dict[str, tuple[Measurement, Mapping[str, object]]]:
     """The choices in a file with the code that each was measured with; empty, and a warning, if it is damaged."""
     try:
         document = files.load(path, FORMAT)
@@ -320,7 +322,7 @@ _FIELDS = {  # of a choice in the file: its type and least value
 }  # fmt: skip
 
 
-def _parse(given: Mapping[str, object]) -> tuple[Tuned, Mapping[str, object]]:
+def _parse(given: Mapping[str, object]) -> tuple[Measurement, Mapping[str, object]]:
     config, code = given["config"], given["code"]
     if not isinstance(config, dict) or not all(map(files.is_plain, config.values())):
         raise ValueError("a config that is no mapping of plain values")
@@ -334,10 +336,10 @@ def _parse(given: Mapping[str, object]) -> tuple[Tuned, Mapping[str, object]]:
         if type(value) is not kind or not files.is_plain(value) or (least is not None and value < least):  # type: ignore[operator]
             raise ValueError(f"{name} is {value!r:.60}")
         fields[name] = value
-    return Tuned(config=MappingProxyType(config), **fields), code  # type: ignore[arg-type]
+    return Measurement(config=MappingProxyType(config), **fields), code  # type: ignore[arg-type]
 
 
-def entry(tuned: Tuned, code: Mapping[str, object]) -> dict[str, object]:
+def entry(tuned: Measurement, code: Mapping[str, object]) -> dict[str, object]:
     """A choice as it stands in a file."""
     fields = {name: getattr(tuned, name) for name in _FIELDS}
     return {"config": dict(tuned.config), **fields, "code": dict(code)}
@@ -352,14 +354,14 @@ def _fresh(backend: str, code: Mapping[str, object]) -> bool:
     return same and isinstance(then, dict) and then.items() <= machine.libraries().items()
 
 
-def _reason(problem: Problem, tuned: Tuned, same: bool, ordinal: int | None) -> str:
+def _reason(problem: Problem, tuned: Measurement, same: bool, ordinal: int | None) -> str:
     batch = f"{tuned.num_seqs} sequences, {tuned.num_tokens} query tokens, context {tuned.context}"
     where = machine.describe(machine.identity(problem.device, ordinal))
     on = "on this problem" if same else f"on {batch}"
     return f"{_gain(tuned)}; measured {on}, {where}, {tuned.driver}, {tuned.when[:10]}"
 
 
-def _gain(tuned: Tuned) -> str:
+def _gain(tuned: Measurement) -> str:
     if tuned.untuned:
         return f"the untuned choice: {tuned.rounds} rounds showed nothing faster"
     return f"{tuned.gain:.2f}x the speed of {tuned.default}"

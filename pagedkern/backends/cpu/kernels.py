@@ -16,7 +16,7 @@ from pagedkern.backends.cpu.micro import (
     pack_row,
     prefetch_rows,
     scores,
-    shift_names,
+    shift_addresses,
     softcap_row,
     softmax_row,
 )
@@ -41,7 +41,7 @@ from pagedkern.backends.cpu.plan import (
     seen_from,
     seen_to,
 )
-from pagedkern.backends.cpu.scratch import NAMES, NOTHING, P_ROW, S_ROW, Work, count_rows, find_row
+from pagedkern.backends.cpu.scratch import ADDRESSES, NOTHING, P_ROW, S_ROW, Work, count_rows, find_row
 
 SLICE = 16  # tokens of a tile whose values are summed at a time
 FEW_ROWS = 8  # up to so many
@@ -52,17 +52,17 @@ def attend(c: Args, w: Work, target: TargetValue) -> None:
     """Draw items until none is left. Run by every thread of the call at once."""
     own = w.scratch + w.scratch_size * fetch_add(w.counters + C_WORKERS, 1)
     clear(own + w.at_zero, w.at_pack - w.at_zero)
-    names, ahead = own + w.at_names, own + w.at_names + NAMES
+    addresses, ahead = own + w.at_addresses, own + w.at_addresses + ADDRESSES
     item = _draw(w)
-    good = _name_first_tile(c, w, item, names, own)
+    good = _address_first_tile(c, w, item, addresses, own)
     for t in range(0, TILE, 4):
-        prefetch_rows(4, names + 8 * t, w.lines)
+        prefetch_rows(4, addresses + 8 * t, w.lines)
     while item and good and not get_i64(w.counters + C_BAD):
         group, following = w.groups + get_i64(item + I_GROUP) * GROUP_SIZE, _draw(w)
-        steps = _span(c, w, item, following, names, ahead, own, target)
+        steps = _span(c, w, item, following, addresses, ahead, own, target)
         good = steps >= 0
         if steps % 2:
-            names, ahead = ahead, names
+            addresses, ahead = ahead, addresses
         spans = get_i64(group + G_SPANS)
         if spans > 1:
             save_span(c, w, group, get_i64(item + I_INDEX), own)
@@ -92,21 +92,23 @@ def _range(c: Args, group: int, span: int) -> tuple[int, int]:
 
 
 @inlined
-def _name_first_tile(c: Args, w: Work, item: int, names: int, own: int) -> bool:
-    """`_name_tokens` for the first tile of an item, zeros if there is none."""
+def _address_first_tile(c: Args, w: Work, item: int, addresses: int, own: int) -> bool:
+    """`_address_tokens` for the first tile of an item, zeros if there is none."""
     if item == 0:
-        _name_zeros(w, names, names + 8 * TILE, 0, TILE, own)
+        _address_zeros(w, addresses, addresses + 8 * TILE, 0, TILE, own)
         return True
     group = w.groups + get_i64(item + I_GROUP) * GROUP_SIZE
     lo, hi = _range(c, group, get_i64(item + I_SPAN))
-    return _name_tokens(c, w, group, 0, lo // TILE * TILE, lo, max(lo, hi), names, own)
+    return _address_tokens(c, w, group, 0, lo // TILE * TILE, lo, max(lo, hi), addresses, own)
 
 
 @inlined
-def _span(c: Args, w: Work, item: int, following: int, names: int, ahead: int, own: int, target: TargetValue) -> int:
+def _span(
+    c: Args, w: Work, item: int, following: int, addresses: int, ahead: int, own: int, target: TargetValue
+) -> int:
     """Fill O, maximum and sum of a group's rows from one span of keys; returns the steps taken, -1 at a wrong block id.
 
-    A step is one KV head of one tile. `names` holds the tokens of the item's first step. They change places with
+    A step is one KV head of one tile. `addresses` holds the tokens of the item's first step. They change places with
     `ahead` after each step; in the end the first step of the following item is named, and on its way.
     """
     group = w.groups + get_i64(item + I_GROUP) * GROUP_SIZE
@@ -118,7 +120,7 @@ def _span(c: Args, w: Work, item: int, following: int, names: int, ahead: int, o
         put_f32(own + w.at_exact + 4 * r, 0.0)
     lo, hi = _range(c, group, get_i64(item + I_SPAN))
     if hi <= lo:
-        return 0 if _name_first_tile(c, w, following, names, own) else -1
+        return 0 if _address_first_tile(c, w, following, addresses, own) else -1
     _load_queries(c, w, group, own, target)
     steps = 0
     for j in range(lo // TILE * TILE, hi, TILE):
@@ -126,22 +128,22 @@ def _span(c: Args, w: Work, item: int, following: int, names: int, ahead: int, o
             if head + 1 < heads:
                 if lo <= j and j + TILE <= hi:
                     good = True
-                    shift_names(names, ahead, c.k_head, c.v_head)
+                    shift_addresses(addresses, ahead, c.k_head, c.v_head)
                 else:
-                    good = _name_tokens(c, w, group, head + 1, j, max(lo, j), hi, ahead, own)
+                    good = _address_tokens(c, w, group, head + 1, j, max(lo, j), hi, ahead, own)
             elif j + TILE < hi:
-                good = _name_tokens(c, w, group, 0, j + TILE, j + TILE, hi, ahead, own)
+                good = _address_tokens(c, w, group, 0, j + TILE, j + TILE, hi, ahead, own)
             else:
-                good = _name_first_tile(c, w, following, ahead, own)
+                good = _address_first_tile(c, w, following, ahead, own)
             if not good:
                 return -1
-            _scores(c, w, rows, head, names, ahead, own, target)
+            _scores(c, w, rows, head, addresses, ahead, own, target)
             _weights(c, w, group, head, j, own, target)
             if _rows_agree(c, group, j):
-                _sum_values(c, w, rows, head, names + 8 * TILE, ahead, own, target)
+                _sum_values(c, w, rows, head, addresses + 8 * TILE, ahead, own, target)
             else:
-                _sum_packed_values(c, w, group, head, j, names + 8 * TILE, own, target)
-            names, ahead = ahead, names
+                _sum_packed_values(c, w, group, head, j, addresses + 8 * TILE, own, target)
+            addresses, ahead = ahead, addresses
             steps += 1
     return steps
 
@@ -187,12 +189,14 @@ def _weave_query(c: Args, src: int, dst: int) -> None:
 
 
 @inlined
-def _name_tokens(c: Args, w: Work, group: int, head: int, j: int, lo: int, hi: int, names: int, own: int) -> bool:
+def _address_tokens(
+    c: Args, w: Work, group: int, head: int, j: int, lo: int, hi: int, addresses: int, own: int
+) -> bool:
     """Addresses of K, then of V, of the tokens j..j+TILE-1, outside [lo, hi) of zeros; False at a wrong block id."""
     table = c.table + get_i64(group + G_SEQ) * c.table_row
     head += get_i64(group + G_HEAD)
-    keys, values = names - 8 * j, names + 8 * (TILE - j)
-    _name_zeros(w, keys, values, j, min(lo, j + TILE), own)
+    keys, values = addresses - 8 * j, addresses + 8 * (TILE - j)
+    _address_zeros(w, keys, values, j, min(lo, j + TILE), own)
     t, stop = lo, min(hi, j + TILE)
     while t < stop:
         block, slot = get_i32(table + 4 * (t // c.block_size)), t % c.block_size
@@ -204,12 +208,12 @@ def _name_tokens(c: Args, w: Work, group: int, head: int, j: int, lo: int, hi: i
             put_i64(keys + 8 * (t + x), k + x * c.k_slot)
             put_i64(values + 8 * (t + x), v + x * c.v_slot)
         t += c.block_size - slot
-    _name_zeros(w, keys, values, max(hi, j), j + TILE, own)
+    _address_zeros(w, keys, values, max(hi, j), j + TILE, own)
     return True
 
 
 @inlined
-def _name_zeros(w: Work, keys: int, values: int, first: int, last: int, own: int) -> None:
+def _address_zeros(w: Work, keys: int, values: int, first: int, last: int, own: int) -> None:
     for t in range(first, last):
         put_i64(keys + 8 * t, own + w.at_zero)
         put_i64(values + 8 * t, own + w.at_zero)

@@ -18,7 +18,7 @@ from pagedkern.backends.cpu import convert, kernels, plan, states, store
 from pagedkern.backends.cpu.jit import Entry, TargetValue, record, target
 from pagedkern.backends.cpu.micro import LINE, TILE
 from pagedkern.backends.cpu.pool import POOL
-from pagedkern.backends.cpu.scratch import HEAD, NAMES, Work
+from pagedkern.backends.cpu.scratch import ADDRESSES, HEAD, Work
 from pagedkern.environment import limits
 from pagedkern.errors import BlockIndexError
 
@@ -132,7 +132,7 @@ def _work(
         "at_l": rows * 4,
         "at_exact": rows * 4 if tg.key.dot else 0,
         "at_alpha": rows * 4,
-        "at_names": 2 * NAMES,
+        "at_addresses": 2 * ADDRESSES,
         "at_packed": 8 * TILE,
         "at_zero": max(args.d, args.e) * item,
         "at_pack": TILE * o_row,

@@ -42,13 +42,13 @@ def prefetch_rows(b: Builder, tokens: int, ahead: Value, lines: Value) -> None:
 
 
 @emitter(void, int64, int64, int64, int64)
-def shift_names(b: Builder, names: Value, ahead: Value, k_step: Value, v_step: Value) -> None:
-    """ahead = names moved by k_step bytes, those of V, TILE behind those of K, by v_step."""
+def shift_addresses(b: Builder, addresses: Value, ahead: Value, k_step: Value, v_step: Value) -> None:
+    """ahead = addresses moved by k_step bytes, those of V, TILE behind those of K, by v_step."""
     kind = ir.VectorType(I64, 8)
     for first, step in ((0, k_step), (TILE, v_step)):
         step = simd.splat(b, step, 8)
         for t in range(first, first + TILE, 8):
-            simd.store(b, b.add(simd.load(b, kind, b.add(names, i64(8 * t))), step), b.add(ahead, i64(8 * t)))
+            simd.store(b, b.add(simd.load(b, kind, b.add(addresses, i64(8 * t))), step), b.add(ahead, i64(8 * t)))
 
 
 @emitter(void, TARGET, LITERAL, LITERAL, int64, int64, int64, int64, int64, int64)
@@ -179,8 +179,8 @@ def accumulate(
             simd.prefetch(b, b.add(address, i64(LINE * line)))
 
     def read_pair(t: Value) -> list[Value]:  # of tokens, woven
-        names = b.add(values, b.mul(t, i64(8)))
-        at = [b.add(simd.load(b, I64, b.add(names, i64(8 * x))), offset) for x in (0, 1)]
+        addresses = b.add(values, b.mul(t, i64(8)))
+        at = [b.add(simd.load(b, I64, b.add(addresses, i64(8 * x))), offset) for x in (0, 1)]
         step, v = chunk(key), []
         if key.tables:
             two = [simd.load(b, ir.VectorType(I8, step), a, count if source == "chunk" else None) for a in at]

@@ -11,7 +11,7 @@ from pagedkern.backends.cpu.plan import G_COUNT, G_HEAD, G_TOKEN, Args
 
 S_ROW = 4 * TILE  # bytes of one row of scores
 P_ROW = 2 * TILE  # bytes of one row of weights as bfloat16
-NAMES = 16 * TILE  # bytes of the addresses of one tile
+ADDRESSES = 16 * TILE  # bytes of the addresses of one tile
 HEAD = 64  # bytes before O in a row of partial results: maximum, sum, exact sum
 NOTHING = float("-inf")
 
@@ -41,7 +41,7 @@ class Work(NamedTuple):
     at_l: int  # float32 [rows]: running sum of the weights, as they are multiplied
     at_exact: int  # float32 [rows]: that of the weights before they are rounded for `pairs`; otherwise at_l
     at_alpha: int  # float32 [rows]: factor for what was summed before this tile
-    at_names: int  # int64 [2, 2, TILE]: for this tile and the next, address of each token's K, then of its V
+    at_addresses: int  # int64 [2, 2, TILE]: for this tile and the next, address of each token's K, then of its V
     at_packed: int  # int64 [TILE]: address of each token's packed V
     at_zero: int  # a cache row of zeros
     at_pack: int  # float32 [TILE, padded E]

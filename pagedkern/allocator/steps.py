@@ -9,9 +9,9 @@ from itertools import accumulate
 from pagedkern.allocator import caching
 from pagedkern.allocator.arguments import MAX_TOKENS
 from pagedkern.allocator.buffers import Copies
-from pagedkern.allocator.cohort import Cohort, make_table
-from pagedkern.allocator.core import Core
 from pagedkern.allocator.handles import Phase, Plan, Row, Sequence, State, Step
+from pagedkern.allocator.ledger import Ledger
+from pagedkern.allocator.lockstep import LockstepBatch, make_table
 from pagedkern.allocator.swap import unswap
 from pagedkern.errors import InvalidArgument
 
@@ -19,7 +19,7 @@ HEADROOM = 8
 """The table of a batch that grows is a multiple of this many columns wide, with room to grow."""
 
 
-def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, lookahead: int = 0) -> Step:
+def make_step(ledger: Ledger, seqs: list[Sequence], ends: list[int], growing: int, lookahead: int = 0) -> Step:
     """The step that computes, for each sequence, the tokens from where it has been scheduled to up to `ends`.
 
     All sequences have been checked. The first `growing` ones are `own`ed, and grow by these tokens and by blocks for
@@ -32,20 +32,20 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
     if lookahead:
         for row in rows[:growing]:
             row.reach += lookahead
-    replaced, rewritten, num_new = _plan(core, rows)
-    fresh = iter(core.pool.take(len(replaced) + num_new) if replaced or num_new else ())
-    step = Step(core.origin, core.next_plan(), tuple(seqs))
+    replaced, rewritten, num_new = _plan(ledger, rows)
+    fresh = iter(ledger.pool.take(len(replaced) + num_new) if replaced or num_new else ())
+    step = Step(ledger.origin, ledger.next_plan(), tuple(seqs))
     step._rows = rows
     if growing < len(seqs):
-        core.undo.append((_unschedule, ([(s, s._scheduled, s._private, s._pending) for s in seqs[growing:]],)))
+        ledger.undo.append((_unschedule, ([(s, s._scheduled, s._private, s._pending) for s in seqs[growing:]],)))
 
-    if core.pool.incoming:
-        _move_in(core, step)
+    if ledger.pool.incoming:
+        _move_in(ledger, step)
     if rewritten:
-        core.rewrite(rewritten)
+        ledger.rewrite(rewritten)
     if replaced:
-        _copy_on_write(core, step, replaced, fresh)
-    size, alone = core.block_size, (step,)
+        _copy_on_write(ledger, step, replaced, fresh)
+    size, alone = ledger.block_size, (step,)
     for row in rows:
         seq = row.seq
         if row.rides:
@@ -57,18 +57,18 @@ def make_step(core: Core, seqs: list[Sequence], ends: list[int], growing: int, l
         if seq._private and -(-row.end // size) >= seq._private:
             first = max(row.start, seq._present) // size
             # What is written is the writer's own; but the source of a copy in flight is shared again by `abort`.
-            while seq._private > first and seq._blocks[seq._private - 1] not in core.pool.holds:
+            while seq._private > first and seq._blocks[seq._private - 1] not in ledger.pool.holds:
                 seq._private -= 1
         seq._scheduled = row.end
         if row.end > seq._length:
             seq._length = row.end
         seq._pending = seq._pending + alone if seq._pending else alone
-    core.launch(step)
+    ledger.launch(step)
     if replaced:
-        core.counts.moves(step, swap=False)
-    _describe(core, step, growing > 0)
-    if growing == len(seqs) and step.max_seqlen_q == 1 and not core.in_transaction and core.table is not None:
-        Cohort.start(core, step, core.table)
+        ledger.counts.moves(step, swap=False)
+    _describe(ledger, step, growing > 0)
+    if growing == len(seqs) and step.max_seqlen_q == 1 and not ledger.in_transaction and ledger.table is not None:
+        LockstepBatch.start(ledger, step, ledger.table)
     return step
 
 
@@ -115,13 +115,13 @@ def grow(batch: list[Sequence], counts: list[int], ids: list[Iterable[int] | Non
     return ends
 
 
-def _plan(core: Core, rows: list[Row]) -> tuple[list[tuple[Row, int, int]], list[int], int]:
+def _plan(ledger: Ledger, rows: list[Row]) -> tuple[list[tuple[Row, int, int]], list[int], int]:
     """What has to happen before the rows can be written, without changing anything.
 
     Returns the blocks to replace because somebody else needs them too, as (row, index in its table, leading tokens to
     copy); the cached blocks that their only owner is going to overwrite; and how many blocks the tables grow by.
     """
-    pool, size, keys = core.pool, core.block_size, core.prefix.keys
+    pool, size, keys = ledger.pool, ledger.block_size, ledger.prefix.keys
     # By this very step: for each owner that a block loses, how many tokens it had in the block.
     given_up: dict[int, list[int]] = {}
     replaced: list[tuple[Row, int, int]] = []
@@ -146,26 +146,26 @@ def _plan(core: Core, rows: list[Row]) -> tuple[list[tuple[Row, int, int]], list
     return replaced, rewritten, num_new
 
 
-def _move_in(core: Core, step: Step) -> None:
+def _move_in(ledger: Ledger, step: Step) -> None:
     """Let the step move in, before all else, what the prefixes of its sequences have on the host only."""
-    pool = core.pool
+    pool = ledger.pool
     blocks = dict.fromkeys(b for row in step._rows or () for b in row.seq._blocks if b in pool.incoming)
     if not blocks:
         return
     step._brings = True
     step._arrivals = [(b, pool.incoming[b]) for b in blocks]
-    core.fence(step, [h for _, h in step._arrivals], core.host)
+    ledger.fence(step, [h for _, h in step._arrivals], ledger.host)
     for b, h in step._arrivals:
         pool.receive(b, h)
     step.moves = (("swap_in", array("q", [h for _, h in step._arrivals]), array("q", blocks)),)
-    for seq in core.live.values():
+    for seq in ledger.live.values():
         if seq._arriving and seq not in step.seqs and not blocks.keys().isdisjoint(seq._blocks):
-            core.detach(seq)
-            core.undo.append((seq._restore, seq._saved()))
-            core.ride(step, seq)
+            ledger.detach(seq)
+            ledger.undo.append((seq._restore, seq._saved()))
+            ledger.ride(step, seq)
 
 
-def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]], fresh: Iterator[int]) -> None:
+def _copy_on_write(ledger: Ledger, step: Step, replaced: list[tuple[Row, int, int]], fresh: Iterator[int]) -> None:
     """Give each writer its own block. The old one is fenced: the copy reads it when the step runs."""
     src, dst = array("q"), array("q")
     for row, index, kept in replaced:
@@ -173,16 +173,16 @@ def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]],
         old, new = seq._blocks[index], next(fresh)
         if row.cows is None:
             row.cows = []
-            core.undo.append((seq._restore, seq._saved()))
+            ledger.undo.append((seq._restore, seq._saved()))
             seq._blocks = seq._blocks[:]
         seq._blocks[index] = new
         seq._dirty = True
         row.cows.append((index, old, new))
         for plan in (*seq._pending, step):  # earlier steps may write it, also if this one is aborted before they end
-            core.fence(plan, [old], core.pool)
-        core.release(seq, [old])
+            ledger.fence(plan, [old], ledger.pool)
+        ledger.release(seq, [old])
         if kept:
-            core.seal(step, old, kept)
+            ledger.seal(step, old, kept)
             src.append(old)
             dst.append(new)
     if src:
@@ -190,9 +190,9 @@ def _copy_on_write(core: Core, step: Step, replaced: list[tuple[Row, int, int]],
         step.moves += (("copy", src, dst),)
 
 
-def _describe(core: Core, step: Step, compares: bool) -> None:
+def _describe(ledger: Ledger, step: Step, compares: bool) -> None:
     """Fill in the buffers of a step whose rows are done. `compares`: its table is one of those of `append`."""
-    rows, size = step._rows or [], core.block_size
+    rows, size = step._rows or [], ledger.block_size
     if len(rows) > len(step.seqs):
         rows = [row for row in rows if not row.rides]
     counts = [row.end - row.start for row in rows]
@@ -200,11 +200,11 @@ def _describe(core: Core, step: Step, compares: bool) -> None:
     step.cu_seqlens_q = array("i", [0, *accumulate(counts)])
     step.num_tokens, step.max_seqlen_q = sum(counts), max(counts, default=0)
     if compares:
-        table, step.changed_rows, step.base = make_table(step.seqs, core.table, HEADROOM)
+        table, step.changed_rows, step.base = make_table(step.seqs, ledger.table, HEADROOM)
         table.step = step.id
         step._table = table.view
-        core.undo.append((setattr, (core, "table", core.table)))
-        core.table = table
+        ledger.undo.append((setattr, (ledger, "table", ledger.table)))
+        ledger.table = table
     else:
         step._source = [
             (r.seq._blocks[:], max(r.start, r.seq._present) // size, -(-r.end // size), r.start, r.end) for r in rows
@@ -220,7 +220,7 @@ def _describe(core: Core, step: Step, compares: bool) -> None:
     step._slots = array("q", slots)
 
 
-def commit(core: Core, plan: Plan) -> None:
+def commit(ledger: Ledger, plan: Plan) -> None:
     """The plan has run: what its rows computed counts from now on, and full blocks enter the prefix cache."""
     rows = live_rows(plan)
     for row in rows:
@@ -228,7 +228,7 @@ def commit(core: Core, plan: Plan) -> None:
             raise InvalidArgument(
                 f"plan: {plan.id} comes after {row.seq._pending[0].id} for sequence {row.seq.id}, commit that first"
             )
-    _save(core, plan, rows)
+    _save(ledger, plan, rows)
     for row in rows:
         seq = row.seq
         seq._pending = seq._pending[1:]
@@ -236,45 +236,45 @@ def commit(core: Core, plan: Plan) -> None:
         if seq._asked and row.end:
             seq._asked = seq._found = 0
             if seq._question:
-                core.counts.answer(seq)
+                ledger.counts.answer(seq)
         if seq._arriving:
-            seq._arriving = core.awaits(seq)
+            seq._arriving = ledger.awaits(seq)
         if seq._state is State.LIVE:
-            caching.enter_computed(core, seq)
+            caching.enter_computed(ledger, seq)
         elif row.moved is seq._blocks:  # else the plan has moved it to blocks that it has left since
-            caching.cache_on_host(core, seq)
+            caching.cache_on_host(ledger, seq)
     plan._phase = Phase.COMMITTED
-    core.land(plan)
+    ledger.land(plan)
 
 
-def abort(core: Core, plan: Plan) -> None:
+def abort(ledger: Ledger, plan: Plan) -> None:
     """The plan will not run: appended tokens are gone, what was copied on write is shared again, swaps are undone."""
     rows = live_rows(plan)
     for row in rows:
-        core.detach(row.seq)
+        ledger.detach(row.seq)
         if row.seq._pending[-1] is not plan:
             raise InvalidArgument(
                 f"plan: {row.seq._pending[-1].id} comes after {plan.id} for sequence {row.seq.id}, abort that first"
             )
     if any(row.cows or row.before is not None for row in rows):
-        core.settle_cohorts()  # a block that is shared again may be the last one of a sequence on the fast path
-    _save(core, plan, rows)
+        ledger.settle_lockstep_batches()  # a block shared again may be the last of one of their sequences
+    _save(ledger, plan, rows)
     for row in rows:
         row.seq._pending = row.seq._pending[:-1]
         if row.before is not None:
-            unswap(core, plan, row)
+            unswap(ledger, plan, row)
         elif not row.rides:
-            _take_back(core, row)
+            _take_back(ledger, row)
     if plan._brings:
         for b, h in plan._arrivals:
-            if core.pool.refs[b] and b not in core.pool.incoming:
-                core.pool.expect(b, h)
+            if ledger.pool.refs[b] and b not in ledger.pool.incoming:
+                ledger.pool.expect(b, h)
     plan._phase = Phase.ABORTED
-    core.land(plan)
-    core.counts.moves(plan, not isinstance(plan, Step), -1)
+    ledger.land(plan)
+    ledger.counts.moves(plan, not isinstance(plan, Step), -1)
 
 
-def _take_back(core: Core, row: Row) -> None:
+def _take_back(ledger: Ledger, row: Row) -> None:
     """What a step was to do for one sequence is not done."""
     seq = row.seq
     blocks = seq._blocks[: row.num_blocks]
@@ -283,7 +283,7 @@ def _take_back(core: Core, row: Row) -> None:
         if index < len(blocks) and blocks[index] == new:
             blocks[index] = old
             surplus.append(new)
-            core.pool.retain([old])
+            ledger.pool.retain([old])
             seq._private = max(seq._private, index + 1)
     seq._blocks, seq._dirty = blocks, True
     seq._length = min(seq._length, row.base)
@@ -291,9 +291,9 @@ def _take_back(core: Core, row: Row) -> None:
     seq._tokens = seq._tokens[: seq._length]
     seq._private = min(seq._private, len(blocks))
     seq._passed = min(seq._passed, len(blocks))
-    core.release(seq, surplus)
+    ledger.release(seq, surplus)
     if row.cows and seq._apart:
-        caching.use(core, seq)
+        caching.use(ledger, seq)
 
 
 def live_rows(plan: Plan) -> list[Row]:
@@ -301,11 +301,11 @@ def live_rows(plan: Plan) -> list[Row]:
     return [row for row in plan._rows or () if row.seq._state is not State.FREED]
 
 
-def _save(core: Core, plan: Plan, rows: list[Row]) -> None:
-    """Make the changes to come undoable. Sequences whose cohort has ended leave it first; active cohorts go on."""
-    core.undo.append((plan._restore, plan._saved()))
+def _save(ledger: Ledger, plan: Plan, rows: list[Row]) -> None:
+    """Make the changes to come undoable. Sequences whose lockstep batch has ended leave it first; active ones go on."""
+    ledger.undo.append((plan._restore, plan._saved()))
     for row in rows:
         seq = row.seq
-        if seq._cohort is not None and not seq._cohort.active:
+        if seq._lockstep is not None and not seq._lockstep.active:
             seq._sync()
-        core.undo.append((seq._restore, seq._saved()))
+        ledger.undo.append((seq._restore, seq._saved()))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import pagedkern.backends as registry
-from pagedkern._arguments import DTYPE_NAMES, QUANTIZED, refuse, written
-from pagedkern._choice import choose
+from pagedkern._checks import DTYPE_NAMES, QUANTIZED, refuse, written
+from pagedkern._selection import choose
 from pagedkern.backends import checked
 from pagedkern.backends.base import AttentionCall, CopyCall, MergeCall, MergesStates, Problem, WriteCall
 from pagedkern.backends.forked import safe_after_fork

@@ -19,13 +19,13 @@ from pagedkern.allocator.undo import UndoLog
 from pagedkern.errors import InvalidArgument, InvalidType, StaleSequence
 
 IDLE, RUNNING, BROKEN_OFF = range(3)
-"""No operation runs; one does; the last one was ended by an exception from outside, and nobody has looked since."""
+"""No operation runs; one does; the last one was ended by an asynchronous exception, and nobody has looked since."""
 
 Mark: TypeAlias = tuple[int, dict[str, int]]
 """Where a transaction began: entries in the undo log, and the counts."""
 
 
-class Core:
+class Ledger:
     """Pools, prefix index, live sequences, plans in flight, undo log of one allocator."""
 
     def __init__(
@@ -52,8 +52,8 @@ class Core:
             self.prefix.peer, self.host.prefix.peer = self.host.prefix, self.prefix
         self.live: dict[int, Sequence] = {}  # by id, swapped-out ones included
         self.in_flight: dict[int, Plan] = {}  # by id
-        self.cohorts: dict[int, Lockstep] = {}  # the active ones
-        self.table: Table | None = None  # of the last `append` that was not the work of a cohort
+        self.lockstep_batches: dict[int, Lockstep] = {}  # the active ones
+        self.table: Table | None = None  # of the last `append` that was not the work of a lockstep batch
         self.last_seq = 0
         self.last_plan = 0
         self.transactions: list[Mark] = []  # open ones, outermost first
@@ -140,31 +140,31 @@ class Core:
         seq._state = State.FREED
         del self.live[seq.id]
 
-    def settle_cohorts(self) -> None:
+    def settle_lockstep_batches(self) -> None:
         """End the fast path of every batch."""
-        for cohort in list(self.cohorts.values()):
-            cohort.stop()
-            for seq in cohort.seqs:
+        for lockstep in list(self.lockstep_batches.values()):
+            lockstep.stop()
+            for seq in lockstep.seqs:
                 seq._sync()
 
     def own(self, seq: object, states: tuple[State, ...] = (LIVE,)) -> Sequence:
-        """The sequence, taken out of its cohort and ready to be changed, or the error that its handle is stale.
+        """The sequence, taken out of its lockstep batch and ready to be changed, or the error that its handle is stale.
 
         Changes made to it from now on are undone by the undo log.
         """
         if not isinstance(seq, Sequence) or seq._owner is not self.origin or seq._state not in states:
             raise _stale(seq, self.origin, states, "seq")
-        if seq._cohort is not None:
+        if seq._lockstep is not None:
             self.detach(seq)
         self.undo.append((seq._restore, seq._saved()))
         return seq
 
     def detach(self, seq: Sequence) -> None:
-        """Take a sequence out of its cohort, which thereby ends: its own record is what counts now."""
-        cohort = seq._cohort
-        if cohort is not None:
-            if cohort.active:
-                cohort.stop()
+        """Take a sequence out of its lockstep batch, which thereby ends: its own record is what counts now."""
+        lockstep = seq._lockstep
+        if lockstep is not None:
+            if lockstep.active:
+                lockstep.stop()
             seq._sync()
 
     def each(self, seqs: object, name: str = "seqs") -> list[object]:
@@ -182,7 +182,7 @@ class Core:
         for i, seq in enumerate(self.each(seqs)):
             if not isinstance(seq, Sequence) or seq._owner is not owner or seq._state is not state:
                 raise _stale(seq, owner, (state,), f"seqs[{i}]")
-            if seq._cohort is not None:
+            if seq._lockstep is not None:
                 self.detach(seq)
             batch.append(seq)
         self.undo += [(seq._restore, seq._saved()) for seq in batch[:saved]]

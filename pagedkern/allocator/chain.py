@@ -23,7 +23,7 @@ def cut(data: bytes, stride: int) -> tuple[bytes, ...]:
     return cutter.unpack_from(data)
 
 
-class Run:
+class Chain:
     """Consecutive blocks of one prompt, of which the index lists the first only.
 
     Most prompts are never asked for again: as one run they enter the cache and leave it, tail first, at the cost of a

@@ -5,7 +5,7 @@ are one big integer each, with a lane for each row, and adding a constant advanc
 only when its sequence enters a new block (take one, write it into the table) or fills one (hand it to the prefix
 cache): a calendar says which rows do so at which step. The fields of each sequence are derived when somebody looks.
 
-A cohort is active from the `append` that made it until one of its sequences is used in any other way.
+A lockstep batch is active from the `append` that made it until one of its sequences is used in any other way.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from functools import lru_cache
 from pagedkern.allocator import caching
 from pagedkern.allocator.arguments import MAX_TOKENS
 from pagedkern.allocator.buffers import Table
-from pagedkern.allocator.core import Core
 from pagedkern.allocator.handles import Expect, Fill, Lockstep, Phase, Plan, Row, Sequence, Step
+from pagedkern.allocator.ledger import Ledger
 from pagedkern.errors import InvalidArgument
 
 
-class Cohort(Lockstep):
+class LockstepBatch(Lockstep):
     """A batch whose sequences all grow by one token a step, each with a last block of its own."""
 
     __slots__ = (
         "_base",
         "_calendar",
         "_committed",
-        "_core",
         "_cu_seqlens_q",
         "_first",
         "_issued",
+        "_ledger",
         "_lengths",
         "_log",
         "_longest",
@@ -48,9 +48,9 @@ class Cohort(Lockstep):
     )
 
     @classmethod
-    def start(cls, core: Core, step: Step, table: Table) -> None:
-        """Make a cohort of the step's sequences, if they can be one: the step has just appended one token to each."""
-        seqs, size = step.seqs, core.block_size
+    def start(cls, ledger: Ledger, step: Step, table: Table) -> None:
+        """Make one of the sequences of a step that has just appended a token to each, if they can be one."""
+        seqs, size = step.seqs, ledger.block_size
         known = [bool(s._root) and len(s._tokens) == s._length for s in seqs]
         if not seqs or any(known) != all(known):
             return
@@ -58,13 +58,13 @@ class Cohort(Lockstep):
             behind = s._blocks[max(0, s._registered - 1) :]  # what the cache does not know yet, and the block before
             if len(s._blocks) != -(-s._length // size) or (known[0] and min(behind) < 0):
                 return
-        cohort = cls(core, step, table, logs=known[0])
+        lockstep = cls(ledger, step, table, logs=known[0])
         for row, s in enumerate(seqs):
-            s._cohort, s._row = cohort, row
-        core.cohorts[id(cohort)] = cohort
+            s._lockstep, s._row = lockstep, row
+        ledger.lockstep_batches[id(lockstep)] = lockstep
 
-    def __init__(self, core: Core, step: Step, table: Table, logs: bool) -> None:
-        self._core = core
+    def __init__(self, ledger: Ledger, step: Step, table: Table, logs: bool) -> None:
+        self._ledger = ledger
         self._first = step  # its commit comes before those of the steps made here
         self.active = True
         self.members = step.seqs
@@ -80,15 +80,15 @@ class Cohort(Lockstep):
         self._issued = 0  # steps made here
         self._committed = 0
         self._pending: deque[Step] = deque()
-        size = core.block_size
+        size = ledger.block_size
         calendar: dict[int, list[int]] = {}
         for row, length in enumerate(self._base):
             calendar.setdefault(-length % size, []).append(row)
         # [k % B], if there are any: the rows that enter a new block at the k-th step, and filled one the step before
         self._calendar = {phase: tuple(rows) for phase, rows in calendar.items()}
 
-    def belongs_to(self, core: Core) -> bool:
-        return self._core is core
+    def belongs_to(self, ledger: Ledger) -> bool:
+        return self._ledger is ledger
 
     def length(self, row: int) -> int:
         """`num_tokens` of a row."""
@@ -100,13 +100,13 @@ class Cohort(Lockstep):
 
     def advance(self, ids: array[int] | None) -> Step:
         """The step that appends one token to each sequence. O(S) in C, O(rows that enter or fill a block) in Python."""
-        core, number, seqs = self._core, self._issued, self.seqs
-        size, rows = core.block_size, len(seqs)
+        ledger, number, seqs = self._ledger, self._issued, self.seqs
+        size, rows = ledger.block_size, len(seqs)
         if self._longest + number >= MAX_TOKENS:
             raise InvalidArgument(f"seqs: {_too_long(self)}, expected at most 2^31-1 tokens")
         entering = self._calendar.get(number % size, ())
-        fresh = core.pool.take(len(entering)) if entering else ()
-        step = Step(core.origin, core.last_plan + 1, self.members)
+        fresh = ledger.pool.take(len(entering)) if entering else ()
+        step = Step(ledger.origin, ledger.last_plan + 1, self.members)
         table = self._table
         if self._longest + number + 1 > table.width * size:
             table, _, _ = make_table(self.members, None, 2 * table.width)
@@ -114,10 +114,10 @@ class Cohort(Lockstep):
         slots = array("q", _add_one(self._slots, 8 * rows, _ones(64, rows)))
 
         # Nothing below raises.
-        core.last_plan += 1
+        ledger.last_plan += 1
         self._issued = number + 1
-        if core.table is self._table:
-            core.table = table
+        if ledger.table is self._table:
+            ledger.table = table
         self._table = table
         entries, width = table.entries, table.width
         for row, b in zip(entering, fresh, strict=True):
@@ -135,16 +135,16 @@ class Cohort(Lockstep):
         step.base = table.step or None
         step.changed_rows = entering if table.step else range(rows)
         table.step = step.id
-        step._cohort = self
+        step._lockstep = self
         if ids is not None:
             step._fills = self._record(ids)
         self._pending.append(step)
-        core.in_flight[step.id] = step
+        ledger.in_flight[step.id] = step
         return step
 
     def _record(self, ids: array[int]) -> list[Fill]:
         """Keep the ids of a step. Returns the blocks that are full now."""
-        size, rows, log, number = self._core.block_size, len(self.seqs), self._log, self._issued
+        size, rows, log, number = self._ledger.block_size, len(self.seqs), self._log, self._issued
         log.extend(ids)
         start = len(log) - min(size, number) * rows
         fills = []
@@ -165,17 +165,17 @@ class Cohort(Lockstep):
         if first is not step:
             raise InvalidArgument(f"plan: {step.id} comes after {first.id} for the same sequences, commit that first")
         if step._fills:
-            caching.fill(self._core, step._fills)
+            caching.fill(self._ledger, step._fills)
         self._pending.popleft()
         self._committed += 1
         step._phase = Phase.COMMITTED
-        del self._core.in_flight[step.id]
+        del self._ledger.in_flight[step.id]
 
     def stop(self) -> None:
         """Its sequences go their own ways: steps in flight become steps like any other, records are settled on
         demand.
         """
-        size = self._core.block_size
+        size = self._ledger.block_size
         flights: list[tuple[Step, list[Row]]] = []
         for number, step in enumerate(self._pending, self._committed + 1):
             ends = [(seq, base + number) for seq, base in zip(self.seqs, self._base, strict=True)]
@@ -183,9 +183,9 @@ class Cohort(Lockstep):
 
         # Nothing below raises.
         self.active = False
-        del self._core.cohorts[id(self)]
+        del self._ledger.lockstep_batches[id(self)]
         for step, rows in flights:
-            step._rows, step._cohort, step._fills = rows, None, None
+            step._rows, step._lockstep, step._fills = rows, None, None
             for seq in self.seqs:
                 seq._pending += (step,)
 
@@ -198,7 +198,7 @@ class Cohort(Lockstep):
             if missing:
                 seq._tokens.extend(self._log[len(self._log) - missing * len(self.seqs) + row :: len(self.seqs)])
             if self._committed:
-                seq._registered = seq._computed // self._core.block_size
+                seq._registered = seq._computed // self._ledger.block_size
                 seq._private = max(seq._private, seq._registered)
 
     def has(self, step: Plan) -> bool:
@@ -206,25 +206,25 @@ class Cohort(Lockstep):
 
     def check(self, expect: Expect) -> None:
         """Raise if its records, the table and the slots do not fit its sequences. O(their blocks)."""
-        expect(self.active, "a cohort that has ended is listed as active")
-        expect(self._committed + len(self._pending) == self._issued, "a cohort has lost a step")
+        expect(self.active, "a lockstep that has ended is listed as active")
+        expect(self._committed + len(self._pending) == self._issued, "a lockstep has lost a step")
         table, slots = self._table, self._slots
-        size = self._core.block_size
+        size = self._ledger.block_size
         for row, seq in enumerate(self.seqs):
-            name = f"row {row} of a cohort, sequence {seq.id}"
+            name = f"row {row} of a lockstep, sequence {seq.id}"
             length = self.length(row)
-            expect(seq._cohort is self and seq._row == row, f"{name}: is not in this cohort")
+            expect(seq._lockstep is self and seq._row == row, f"{name}: is not in this lockstep")
             expect(len(seq._blocks) == -(-length // size), f"{name}: {len(seq._blocks)} blocks for {length} tokens")
             entries = table.entries[row * table.width : (row + 1) * table.width]
             expect(entries[: len(seq._blocks)].tolist() == seq._blocks, f"{name}: the block table is not up to date")
             expect(set(entries[len(seq._blocks) :]) <= {-1}, f"{name}: garbage in the block table")
             last = seq._blocks[-1]
             expect(slots[row] == last * size + (length - 1) % size, f"{name}: slot {slots[row]} is not in block {last}")
-            expect(not length % size or self._core.pool.refs[last] == 1, f"{name}: its last block {last} is shared")
+            expect(not length % size or self._ledger.pool.refs[last] == 1, f"{name}: its last block {last} is shared")
 
 
-def _too_long(cohort: Cohort) -> str:
-    seq = next(s for row, s in enumerate(cohort.seqs) if cohort.length(row) >= MAX_TOKENS)
+def _too_long(lockstep: LockstepBatch) -> str:
+    seq = next(s for row, s in enumerate(lockstep.seqs) if lockstep.length(row) >= MAX_TOKENS)
     return f"sequence {seq.id} would have {seq.num_tokens + 1} tokens"
 
 

@@ -17,7 +17,7 @@ from pagedkern.autotune.space import Workload
 
 GARBAGE = 2**31 - 1  # block id in unused table entries
 AT_ONCE = 1 << 19  # scores that the truth is computed for in one go, or those of one KV head
-WINDOW = 21  # tokens, of the hostile batch: shorter than some of its lengths, no multiple of a block size
+WINDOW = 21  # tokens, of the edge cases: shorter than some of its lengths, no multiple of a block size
 
 
 def dense(
@@ -71,7 +71,7 @@ def dense(
 
 
 def lengths_for(block_size: int, decode: bool) -> tuple[list[int], list[int]]:
-    """Tokens and query tokens of each sequence of the hostile batch."""
+    """Tokens and query tokens of each sequence of the edge cases."""
     near = [0, 1, 2, block_size - 1, block_size, block_size + 1, 3 * block_size, 63, 64, 65, 129]
     lengths = [n for n in dict.fromkeys(near) if n >= 0]
     if decode:
@@ -119,8 +119,8 @@ def scatter(tokens: Tensor, cache: Tensor, blocks: Tensor) -> None:
         cache[blocks[full], : len(tokens) - full * block_size] = tokens[full * block_size :]
 
 
-class Hostile:
-    """The hostile batch of one block size on a device, and what must come out."""
+class EdgeCases:
+    """The edge cases of one block size on a device, and what must come out."""
 
     def __init__(
         self,
