@@ -19,7 +19,7 @@ from pagedkern.gpucheck.table import render
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-OWED = "Owed: `make gpu-check` and `make bench` on a machine with a GPU make them."
+MISSING = "Still missing: `make gpu-check` and `make bench` make them on a machine with a GPU."
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -78,7 +78,7 @@ def _allocator_in_turn() -> str:
 
 
 def _checked(paths: list[Path]) -> str:
-    return "\n\n".join(f"```\n{render(json.loads(path.read_text()))}\n```" for path in paths) or OWED
+    return "\n\n".join(f"```\n{render(json.loads(path.read_text()))}\n```" for path in paths) or MISSING
 
 
 def fill(page: str, parts: dict[str, str]) -> str:

@@ -43,7 +43,7 @@ def _check_leases(pool: BlockPool, expect: Expect) -> None:
 
 
 class _Walk:
-    """From the salts down to every cached block, once."""
+    """Visits every cached block once, from the salts down."""
 
     def __init__(self, ledger: Ledger, expect: Expect) -> None:
         self._ledger = ledger

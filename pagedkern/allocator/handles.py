@@ -72,7 +72,7 @@ class Lockstep:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """From now on its sequences go their own ways."""
+        """Let its sequences go their own ways from now on."""
         raise NotImplementedError
 
     def has(self, step: Plan) -> bool:

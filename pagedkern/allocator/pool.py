@@ -53,12 +53,12 @@ class BlockPool(Links):
 
     @property
     def held(self) -> str:
-        """For the message of a shortage: how many blocks only steps in flight keep. O(blocks in those steps)."""
+        """How many blocks only steps in flight keep, for the message of a shortage. O(blocks in those steps)."""
         count = sum(not self.refs[b] for b in self.holds)
         return f", {count} more once steps in flight are committed" if count else ""
 
     def is_idle(self, block: int) -> bool:
-        """Of a cached block: nobody owns or fences it."""
+        """Whether nobody owns or fences this cached block."""
         return not self.refs[block] and block not in self.holds
 
     def num_idle_of(self, blocks: Iterable[int]) -> int:

@@ -30,7 +30,7 @@ class Ranks:
         self.size = 0  # idle blocks
 
     def level(self, block: int) -> int:
-        """Of a cached block."""
+        """The level of a cached block."""
         return self._levels.get(block, 0)
 
     @property
@@ -208,7 +208,7 @@ class Ranks:
                 queue.compact(self._most)
 
     def lists(self) -> list[list[int]]:
-        """For each level the idle blocks, in the order of eviction. O(n)."""
+        """The idle blocks of each level, in the order of eviction. O(n)."""
         return [list(queue) for queue in self._queues]
 
     def levels(self) -> list[list[int]]:

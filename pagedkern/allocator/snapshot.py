@@ -17,7 +17,7 @@ from pagedkern.errors import InvalidArgument
 VERSION = 2
 _FLAGS = ("_arriving", "_whole", "_apart", "_dear")
 _MOST = {"_priority": PRIORITIES - 1, "_root": 2**63, "_question": 2**63}
-"""Of the fields that are no numbers of tokens or blocks."""
+"""The largest value of each field that does not count tokens or blocks."""
 
 
 def take(ledger: Ledger, reserve: int) -> dict[str, Any]:

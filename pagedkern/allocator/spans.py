@@ -83,7 +83,7 @@ def _encoded(low: int, high: int, offset: int, digest: Digest) -> bytes:
 
 
 def to_json(spans: tuple[Span, ...]) -> list[list[Any]]:
-    """For snapshots."""
+    """The spans as JSON, for a snapshot."""
     return [[s.start, s.end, {"bytes": s.digest.hex()} if isinstance(s.digest, bytes) else s.digest] for s in spans]
 
 

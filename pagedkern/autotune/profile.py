@@ -31,7 +31,7 @@ __all__ = ["Profile", "Shape", "choices_of", "distil", "from_json", "rates_of", 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a model, what the rates of attention depend on."""
+    """What the rates of attention depend on in a model."""
 
     num_heads: int
     num_kv_heads: int
@@ -48,14 +48,14 @@ class Shape:
 
     @classmethod
     def of_problems(cls, workloads: Sequence[Workload]) -> Shape:
-        """Of the problems that stand for one model."""
+        """The shape of the model that these problems stand for."""
         w = workloads[0]
         windows = dict.fromkeys(other.sliding_window for other in workloads)
         heads = w.num_heads, w.num_kv_heads, w.head_dim
         return cls(*heads, w.dtype, w.kv_dtype, tuple(windows), w.softcap is not None)
 
     def name(self) -> str:
-        """For files: what is usual is left out, as in `store.Key.filename`."""
+        """A name for files. It leaves out what is usual, as `store.Key.filename` does."""
         parts = [f"h{self.num_heads}", f"g{self.num_kv_heads}", f"d{self.head_dim}", self.dtype]
         parts += [f"kv-{self.kv_dtype}"] if self.kv_dtype != self.dtype else []
         parts += ["all" if w is None else f"w{w}" for w in self.windows if self.windows != (None,)]
@@ -118,9 +118,9 @@ def from_json(document: Mapping[str, Any]) -> Profile:
     shape = Shape(**{**document["shape"], "windows": tuple(document["shape"]["windows"])})
     numbers = (shape.num_heads, shape.num_kv_heads, shape.head_dim, *(w for w in shape.windows if w is not None))
     if not all(type(n) is int and n > 0 for n in numbers) or not shape.windows or type(shape.softcap) is not bool:
-        raise ValueError("a shape that is none")
+        raise ValueError("an invalid shape")
     if shape.dtype not in ITEMSIZE or shape.kv_dtype not in ITEMSIZE:  # names of files are made of them
-        raise ValueError("a dtype that is none")
+        raise ValueError("an invalid dtype")
     speeds = {}
     for block_size, fields in document["speeds"].items():
         speed = Speed(**{"kv_error": UNKNOWN_ERROR, "prefill_error": UNKNOWN_ERROR, **fields})

@@ -58,7 +58,7 @@ def rates_of(spaces: Sequence[Space], logs: Sequence[Log], picks: Sequence[Picks
 
 
 def _times(space: Space, log: Log, picks: Picks) -> dict[int, tuple[Candidate, float, float]]:
-    """For each block size what was picked, its seconds, and their error as a share."""
+    """What was picked at each block size, its seconds, and their error as a share."""
     found = {}
     for block_size, pick in sorted(picks.items()):
         seconds = log.paired_seconds(pick, space.baseline)
@@ -68,7 +68,7 @@ def _times(space: Space, log: Log, picks: Picks) -> dict[int, tuple[Candidate, f
 
 
 def _error(log: Log, pick: Candidate, usual: Candidate, count: int) -> float:
-    """Of the time of a pick, as a share: half the interval of its ratio to that at the usual block size within a round,
+    """Error of a pick's time as a share: half the interval of its ratio to that at the usual block size within a round,
     the larger half. `count`: the block sizes that are to be right together."""
     ratios = [times[pick] / times[usual] for times in log.finals if {pick, usual} <= times.keys()]
     if len(ratios) < 2:
@@ -79,7 +79,7 @@ def _error(log: Log, pick: Candidate, usual: Candidate, count: int) -> float:
 
 
 def _prefill(space: Space, log: Log, picks: Picks) -> dict[int, tuple[Candidate, float, float]]:
-    """For each block size what was picked, its floating-point operations per second, and their error."""
+    """What was picked at each block size, its floating-point operations per second, and their error."""
     times = _times(space, log, picks)
     return {b: (pick, space.workload.flops / seconds, error) for b, (pick, seconds, error) in times.items()}
 

@@ -276,7 +276,7 @@ def _space(record: Mapping[str, object]) -> Space:
     candidates = []
     for block_size, name, config, default in record["candidates"]:  # type: ignore[attr-defined]
         if not _small(block_size) or not isinstance(name, str) or not isinstance(config, dict):
-            raise ValueError(f"a candidate that is none: {name!r:.40}")
+            raise ValueError(f"not a candidate: {name!r:.40}")
         candidates.append(Candidate(block_size, name, json.dumps(config, sort_keys=True), bool(default)))
     if {c.block_size for c in candidates} != {c.block_size for c in candidates if c.is_default}:
         raise ValueError("a block size without a default")
@@ -307,7 +307,7 @@ def _refuse(text: str) -> float:
 
 
 def take_up(recorded: Recording, spaces: Sequence[Space], code: Sequence[Mapping[str, object]]) -> list[Log] | None:
-    """The logs of records of the same problems, candidates and code, to be gone on with; None if they are of others.
+    """The logs of records of the same problems, candidates and code, to be resumed; None if they are of others.
 
     Records of a run that was killed before its last problem are completed with empty logs.
     """

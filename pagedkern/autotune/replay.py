@@ -153,7 +153,7 @@ def regret(searched: SearchResult, traffic: Traffic, model: Model, memory: int) 
 
 
 def exhaustive(space: Space, log: Log) -> dict[int, Candidate]:
-    """For each block size the candidate with the least time of all that were recorded."""
+    """The candidate with the least recorded time at each block size."""
     found: dict[int, Candidate] = {}
     for block_size in space.block_sizes:
         own = [c for c in space.candidates if c.block_size == block_size]

@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def why_undecided(self) -> str:
-        """In words, where nothing was decided."""
+        """Why nothing was decided, in words."""
         if not self.space.candidates:
             return "no backend of this machine computes this"
         rounds = f"the finals had {len(self.log.finals)} rounds of {MIN_ROUNDS} needed"
@@ -258,7 +258,7 @@ class _Measuring:
 
 
 def _logs(run: Run, planned: Sequence[Space], journal: Path | None, resume: bool) -> list[Log]:
-    """Logs to begin with: those of the journal if it can be gone on with, else empty ones."""
+    """Logs to begin with: those of the journal if it can be resumed, else empty ones."""
     if journal is not None and resume and journal.is_file() and journal.stat().st_size:
         recorded = records.load(journal)
         taken = records.take_up(recorded, planned, [records.code_of(space) for space in planned])

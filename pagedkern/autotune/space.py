@@ -59,7 +59,7 @@ class Workload:
         return 4 * self.num_heads * self.head_dim * seen
 
     def problem(self, block_size: int) -> Problem:
-        """As the operation sees it, with a block table just wide enough."""
+        """The problem as the operation sees it, with a block table just wide enough."""
         return Problem(
             device=self.device, q_dtype=self.dtype, kv_dtype=self.kv_dtype, num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim, block_size=block_size,

@@ -58,7 +58,7 @@ class StepInputs(NamedTuple, Generic[Known]):
 
 
 def step_inputs(step: PlannedStep, device: torch.device) -> StepInputs[Any]:
-    """On a CPU over the step's own buffers, else copied."""
+    """The inputs of a step as tensors: on a CPU over the step's own buffers, on other devices copies."""
     try:
         slots = host_tensor("step: slot_mapping", step.slot_mapping, torch.int64)
         table = host_tensor("step: block_table", step.block_table, torch.int32, ndim=2)

@@ -181,7 +181,7 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of K and V in every layer."""
+        """dtype of K and V in every layer."""
         return self._layers[0][0].dtype
 
     @property

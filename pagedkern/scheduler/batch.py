@@ -65,7 +65,7 @@ class Batch:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Of the allocator, in the order in which they were made: steps, and one for each request that is swapped."""
+        """The allocator's plans, in the order of their making: steps, and one for each request that is swapped."""
         return tuple(self._plans)
 
     @property

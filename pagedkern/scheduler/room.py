@@ -42,7 +42,7 @@ def free_all(state: State, request: Request) -> None:
 
 
 def prefers_swap(draft: Draft, request: Request) -> bool:
-    """By the policy, and for "auto" by estimated cost."""
+    """Whether a request is swapped rather than recomputed: by the policy, and for "auto" by estimated cost."""
     state = draft.state
     if state.policy == "recompute" or not state.allocator.num_host_blocks:
         return False

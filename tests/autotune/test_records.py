@@ -119,8 +119,8 @@ def test_a_line_that_is_wrong_is_named(recorded: Recording, tmp_path: Path, line
     [
         ({"code": {}}, "no code of fast, slow"),
         ({"candidates": [["16", "fast", {}, True]]}, "'16' is no count"),
-        ({"candidates": [[0, "fast", {}, True]]}, "a candidate that is none"),
-        ({"candidates": [[16, "fast", 3, True]]}, "a candidate that is none: 'fast'"),
+        ({"candidates": [[0, "fast", {}, True]]}, "not a candidate"),
+        ({"candidates": [[16, "fast", 3, True]]}, "not a candidate: 'fast'"),
         ({"candidates": [[16, "fast", {}, False]]}, "a block size without a default"),
         ({"num_seqs": 0}, "sizes that are none"),
         ({"num_seqs": 1 << 30}, "no count"),

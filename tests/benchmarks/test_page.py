@@ -94,7 +94,7 @@ def test_a_gpu_check_is_shown(tmp_path: Path) -> None:
     page.main([str(path), "--page", str(target)])
     assert "GPU, 2026-01-01" in target.read_text()
     page.main([str(written(tmp_path / "a.json", [])), "--page", str(target)])
-    assert page.OWED in target.read_text()
+    assert page.MISSING in target.read_text()
 
 
 def test_the_page_in_docs_shows_the_results_that_are_kept(tmp_path: Path) -> None:

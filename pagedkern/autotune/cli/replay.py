@@ -60,5 +60,5 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _memory(limit: int, model: Model) -> int:
-    """Of eight of the longest requests."""
+    """Bytes of cache that eight of the longest requests take."""
     return 8 * limit * model.token_bytes

@@ -154,7 +154,7 @@ def say(out: Console, text: str, style: str = "") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of a table."""
+    """A column of a table."""
 
     name: str
     right: bool = False
@@ -164,7 +164,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Of a table: cells as plain text, its style, and whether a new group begins with it."""
+    """A row of a table: cells as plain text, its style, and whether a new group begins with it."""
 
     cells: Sequence[str]
     style: str = ""

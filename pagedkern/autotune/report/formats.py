@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def time_text(seconds: float) -> str:
-    """With its unit."""
+    """A time with the unit that suits it."""
     if seconds >= 1:
         return f"{digits(seconds)} s"
     return f"{digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{digits(seconds * 1e6)} µs"

@@ -36,7 +36,7 @@ class Model:
 
     @property
     def cache_dtype(self) -> str:
-        """Of K and V."""
+        """dtype of K and V."""
         return self.kv_dtype or self.dtype
 
     @property

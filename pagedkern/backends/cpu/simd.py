@@ -163,7 +163,7 @@ def sum_lanes(b: Builder, xs: Sequence[Value]) -> tuple[Value, list[int]]:
 
 
 def _folds(lanes: int) -> list[tuple[list[int], list[int]]]:
-    """For each level of `sum_lanes`, which lanes of x and y, laid end to end, are added to which.
+    """Which lanes of x and y, laid end to end, each level of `sum_lanes` adds to which.
 
     The first two levels stay within 16 bytes, where most of the work is and where shuffles are cheapest; the others
     move 16 bytes as one. After them, each lane of a vector belongs to a vector of its own.

@@ -49,7 +49,7 @@ class CupyBackend:
         return configuration.configs(problem)
 
     def default_config(self, problem: Problem) -> CupyConfig:
-        """By dtype, head_dim and group: results then do not depend on the batch."""
+        """The default by dtype, head_dim and group: results then do not depend on the batch."""
         return configuration.default_config(problem)
 
     def make_config(self, fields: Mapping[str, object]) -> CupyConfig:

@@ -78,7 +78,7 @@ def build(file: str, options: tuple[str, ...]) -> Build:
 
 
 def version() -> tuple[int, ...]:
-    """Of NVRTC."""
+    """The version of NVRTC."""
     return tuple(_nvrtc().getVersion())
 
 

@@ -90,7 +90,7 @@ def model_of(problem: Problem) -> Model:
 
 
 def default_config(problem: Problem) -> CupyConfig:
-    """By the model's shape: two or three stages that leave room for several blocks, as many splits as fill a GPU."""
+    """The default: two or three stages that leave room for several blocks, as many splits as fill a GPU."""
     if problem.op != "attention":  # nothing to tune
         return CupyConfig()
     model = model_of(problem)

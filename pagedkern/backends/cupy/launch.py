@@ -80,7 +80,7 @@ def _decode(
     arrays: tuple[Tensor, ...],
     q: Tensor,
 ) -> None:
-    """As many sequences at a time as have room for the partial results of their splits, which are then merged."""
+    """Launch as many sequences at once as have room for the partial results of their splits, which are then merged."""
     at_once, rows = max(1, batch.num_seqs), plan.partial_tokens * batch.num_heads * plan.splits  # of one sequence
     if plan.splits > 1:
         at_once = max(1, min(at_once, PARTIAL_BYTES // (4 * rows * (batch.head_dim_v + 2))))

@@ -51,7 +51,7 @@ class _Vector:
         self.words = 8 * self.size // self.word.width
 
     def address(self, context: Any, builder: Any, value: Any, index: Any) -> Any:
-        """Of element `index`, as a pointer to all words."""
+        """The address of element `index`, as a pointer to all words."""
         is_array = isinstance(self.container, types.Array)
         base = context.make_array(self.container)(context, builder, value=value).data if is_array else value
         return builder.bitcast(builder.gep(base, [index]), ir.VectorType(self.word, self.words).as_pointer())

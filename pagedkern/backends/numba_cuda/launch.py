@@ -36,7 +36,7 @@ pointer = types.CPointer
 
 
 def signatures(c: Constants) -> dict[str, Any]:
-    """Of the kernels for these constants, by name."""
+    """The signatures of the kernels for these constants, by name."""
     q, code, number, floats = (
         pointer(FORMATS[c.q_dtype].code),
         pointer(FORMATS[c.kv_dtype].code),

@@ -58,7 +58,7 @@ class TritonBackend:
         return list(_config.configs(problem, _capability()))
 
     def default_config(self, problem: Problem) -> TritonConfig:
-        """By head_dim, dtype, group and this GPU's compute capability: see `config.default_config`."""
+        """The default by head_dim, dtype, group and this GPU's compute capability: see `config.default_config`."""
         if problem.op != "attention":
             return TritonConfig()  # writing and copying have none
         return _config.default_config(problem, _capability())

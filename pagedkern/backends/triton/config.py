@@ -71,7 +71,7 @@ def operand(problem: Problem) -> str:
 
 
 def default_config(problem: Problem, capability: tuple[int, int]) -> TritonConfig:
-    """By head_dim, dtype, group and compute capability.
+    """The default by head_dim, dtype, group and compute capability.
 
     - `tile`: 32 KiB of K and V, but no more than 8192 numbers of either, which is what registers bear where they must
       be converted; 16 to 128 keys, 64 of a quantized cache. `stages` keep two tiles in flight (three of a quantized

@@ -242,7 +242,7 @@ def num_layers(config: Any) -> int:
 
 
 def bytes_per_block(config: Any, block_size: int, dtype: torch.dtype) -> int:
-    """Of K and V in all layers, before a layer has shown them: what the usual names of a configuration say."""
+    """Bytes of K and V of a block in all layers, by the usual names of a configuration: no layer has been seen yet."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
