@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pagedkern.gpucheck import problems
-from pagedkern.gpucheck.problems import Shape
+from pagedkern.gpucheck.problems import CallShape
 
 SIZES = ("tiny", "small", "full")
 BLOCK_SIZES = {"tiny": (16, 32), "small": (8, 16, 32, 64, 128, 256), "full": (8, 16, 32, 64, 128, 256)}
 
-_TINY = Shape("2 x 48", (48, 48), num_heads=4, num_kv_heads=2, head_dim=64, q_dtype="float32")
-_SMALL = Shape("8 x 2048", (2048,) * 8)
+_TINY = CallShape("2 x 48", (48, 48), num_heads=4, num_kv_heads=2, head_dim=64, q_dtype="float32")
+_SMALL = CallShape("8 x 2048", (2048,) * 8)
 
 
-def decode(size: str) -> list[Shape]:
+def decode(size: str) -> list[CallShape]:
     """One query token for each sequence."""
     if size == "tiny":
         return [_TINY, replace(_TINY, kv_dtype="int8")]
@@ -28,7 +28,7 @@ def decode(size: str) -> list[Shape]:
     return [*dtypes, *quantized, one, many, no_groups]
 
 
-def prefill(size: str) -> list[Shape]:
+def prefill(size: str) -> list[CallShape]:
     """Prompts, and chunks of prompts."""
     if size == "tiny":
         return [replace(_TINY, name="2 chunks of 16 after 32", query_lens=(16, 16))]
@@ -39,12 +39,12 @@ def prefill(size: str) -> list[Shape]:
     return [replace(prompt, q_dtype="float32"), prompt, chunks]
 
 
-def varied(size: str) -> Shape:
+def varied(size: str) -> CallShape:
     """The decode problem that is laid out at every block size."""
     return _TINY if size == "tiny" else replace(_SMALL, seq_lens=(2047,) * 8) if size == "small" else problems.DECODE[2]
 
 
-def title(shape: Shape) -> str:
+def title(shape: CallShape) -> str:
     """What tells a problem apart from others: its name and its dtypes."""
     dtypes = shape.q_dtype if shape.kv_dtype is None else f"{shape.q_dtype}, cache {shape.kv_dtype}"
     return f"{shape.name.partition(', float8')[0]}, {dtypes}"

@@ -162,10 +162,10 @@ def test_every_row_of_the_speed_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the backends are timed beside is the same attention."""
     import pagedkern
-    from pagedkern.gpucheck.problems import Problem
+    from pagedkern.gpucheck.problems import CallTensors
 
     for shape in (TINY[1], replace(shrunk(PREFILL[1]), num_heads=4, num_kv_heads=2, head_dim=32)):
-        problem = Problem(replace(shape, seq_lens=(40,) * 4, q_dtype="float32"), "cpu")
+        problem = CallTensors(replace(shape, seq_lens=(40,) * 4, q_dtype="float32"), "cpu")
         want = pagedkern.paged_attention(**problem.args, backend="reference")
         for peer in (peers.contiguous(problem), peers.flex_paged(problem, compiled=False)):
             assert (peer().transpose(1, 2).flatten(0, 1) - want).abs().max() < 1e-5

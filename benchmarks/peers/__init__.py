@@ -11,7 +11,7 @@ from types import ModuleType
 
 from benchmarks.meter import Meter
 from benchmarks.timer import Timer
-from pagedkern.gpucheck.problems import Problem
+from pagedkern.gpucheck.problems import CallTensors
 
 _MODULES = {
     "torch SDPA, contiguous": "torch_sdpa",
@@ -27,9 +27,9 @@ class Missing(Exception):
     """Why a peer takes no part."""
 
 
-def attention(name: str, problem: Problem, meter: Meter) -> Timer:
+def attention(name: str, problem: CallTensors, meter: Meter) -> Timer:
     """One call of a peer on the tokens of a problem; `Missing` says why not."""
-    make: Callable[[Problem, Meter], Timer] = import_module(f"{__name__}.{_MODULES[name]}").attention
+    make: Callable[[CallTensors, Meter], Timer] = import_module(f"{__name__}.{_MODULES[name]}").attention
     return make(problem, meter)
 
 
@@ -43,7 +43,7 @@ def required(module: str, package: str, device: str, meter: Meter) -> ModuleType
         raise Missing(f"{error}: pip install {package}") from error
 
 
-def without(problem: Problem, *features: str) -> None:
+def without(problem: CallTensors, *features: str) -> None:
     """Raise `Missing` for what a peer is not asked to do here."""
     shape = problem.shape
     if "quantized" in features and shape.kv_dtype is not None:

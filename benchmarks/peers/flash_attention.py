@@ -10,12 +10,12 @@ import torch
 from benchmarks.meter import Meter
 from benchmarks.peers import Missing, required, without
 from benchmarks.timer import Timer
-from pagedkern.gpucheck.problems import Problem
+from pagedkern.gpucheck.problems import CallTensors
 
 PAGE = 256  # tokens
 
 
-def attention(problem: Problem, meter: Meter) -> Timer:
+def attention(problem: CallTensors, meter: Meter) -> Timer:
     flash_attn = required("flash_attn", "flash-attn", "cuda", meter)
     without(problem, "float32", "quantized")
     if len(set(problem.shape.query_lens or (1,))) > 1:
@@ -23,7 +23,7 @@ def attention(problem: Problem, meter: Meter) -> Timer:
     return meter.timer(call(flash_attn, problem))
 
 
-def call(flash_attn, problem: Problem):  # type: ignore[no-untyped-def]
+def call(flash_attn, problem: CallTensors):  # type: ignore[no-untyped-def]
     q, k, v = problem.dense()  # [S, H, R, D], [S, G, L, D]
     num_seqs, kv_heads, length, _ = k.shape
     width = -(-length // PAGE)

@@ -11,19 +11,19 @@ from benchmarks.meter import Meter
 from benchmarks.peers import required, without
 from benchmarks.timer import Timer
 from pagedkern.abi import to_csr
-from pagedkern.gpucheck.problems import Problem
+from pagedkern.gpucheck.problems import CallTensors
 
 WORKSPACE = 256 << 20  # bytes
 TENSOR_CORES_FROM = 4  # query heads for each KV head
 
 
-def attention(problem: Problem, meter: Meter) -> Timer:
+def attention(problem: CallTensors, meter: Meter) -> Timer:
     flashinfer = required("flashinfer", "flashinfer-python", "cuda", meter)
     without(problem, "float32", "quantized")
     return meter.timer(call(flashinfer, problem))
 
 
-def call(flashinfer, problem: Problem):  # type: ignore[no-untyped-def]
+def call(flashinfer, problem: CallTensors):  # type: ignore[no-untyped-def]
     shape, args = problem.shape, problem.args
     q, device = args["q"], args["q"].device
     csr = to_csr(args["block_table"].cpu(), args["seq_lens"].cpu(), shape.block_size)

@@ -11,13 +11,13 @@ from benchmarks.meter import Meter
 from benchmarks.peers import Missing, without
 from benchmarks.timer import Timer
 from pagedkern.gpucheck import peers
-from pagedkern.gpucheck.problems import Problem
+from pagedkern.gpucheck.problems import CallTensors
 
 COMPILED_FOR = ("8 x 2048", "prompt of 1024", *peers.COMPILED_FOR)
 COMPILED_FROM = 1 << 20  # bytes of K and V: a tiny problem is not worth it
 
 
-def attention(problem: Problem, meter: Meter) -> Timer:
+def attention(problem: CallTensors, meter: Meter) -> Timer:
     without(problem, "quantized")
     shape = problem.shape
     large = shape.kv_bytes >= COMPILED_FROM

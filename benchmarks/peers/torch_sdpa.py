@@ -6,9 +6,9 @@ from benchmarks.meter import Meter
 from benchmarks.peers import without
 from benchmarks.timer import Timer
 from pagedkern.gpucheck import peers
-from pagedkern.gpucheck.problems import Problem
+from pagedkern.gpucheck.problems import CallTensors
 
 
-def attention(problem: Problem, meter: Meter) -> Timer:
+def attention(problem: CallTensors, meter: Meter) -> Timer:
     without(problem, "quantized")
     return meter.timer(peers.contiguous(problem))

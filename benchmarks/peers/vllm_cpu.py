@@ -10,7 +10,7 @@ from benchmarks import cpu_attention
 from benchmarks.meter import Meter
 from benchmarks.peers import Missing, without
 from benchmarks.timer import Timer
-from pagedkern.gpucheck.problems import Problem
+from pagedkern.gpucheck.problems import CallTensors
 
 VARIABLE = "PAGEDKERN_VLLM_PYTHON"
 BLOCK_SIZE = 32  # tokens: the smallest that its kernel takes
@@ -23,12 +23,12 @@ def python() -> str:
     return os.environ[VARIABLE]
 
 
-def attention(problem: Problem, meter: Meter) -> Timer:
+def attention(problem: CallTensors, meter: Meter) -> Timer:
     if meter.device != "cpu":
         raise Missing(f"needs a CPU, measured is {meter.device}")
     without(problem, "quantized", "queries")
     shape = problem.shape
-    mirror = cpu_attention.Shape(
+    mirror = cpu_attention.CallShape(
         len(shape.seq_lens), shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.seq_lens[0], BLOCK_SIZE
     )
     return _Worker(mirror, getattr(torch, shape.q_dtype))
@@ -37,7 +37,7 @@ def attention(problem: Problem, meter: Meter) -> Timer:
 class _Worker:
     """A timer that lives as long as the process behind it."""
 
-    def __init__(self, shape: cpu_attention.Shape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: cpu_attention.CallShape, dtype: torch.dtype) -> None:
         self._context = cpu_attention.vllm(python(), shape, dtype)
         try:
             self._once = self._context.__enter__()

@@ -294,7 +294,7 @@ class Phase(enum.Enum):
     ABORTED = "aborted"
 
 
-class Row:
+class PlanRow:
     """What one step in flight does for one sequence: it computes tokens `start .. end-1`."""
 
     __slots__ = ("base", "before", "cows", "end", "moved", "num_blocks", "reach", "rides", "seq", "start")
@@ -312,9 +312,9 @@ class Row:
         self.moved: list[int] | None = None  # of a swap: the table that the sequence got, as long as it has that one
         self.rides = False  # the sequence only depends on the plan: nothing of its own is done or undone
 
-    def copy(self, seq: Sequence) -> Row:
+    def copy(self, seq: Sequence) -> PlanRow:
         """The same for a fork of the sequence, which has a table of its own."""
-        row = Row(seq, self.start, self.end, self.base, self.num_blocks)
+        row = PlanRow(seq, self.start, self.end, self.base, self.num_blocks)
         row.cows, row.before, row.rides = self.cows and self.cows[:], self.before, self.rides
         return row
 
@@ -354,7 +354,7 @@ class Plan:
     def __init__(self, owner: Origin | None, ident: int, seqs: List[Sequence], moves: tuple[Move, ...] = ()) -> None:
         self._owner = owner
         self._phase = Phase.IN_FLIGHT
-        self._rows: list[Row] | None = []  # None: the lockstep batch that made the step accounts for it
+        self._rows: list[PlanRow] | None = []  # None: the lockstep batch that made the step accounts for it
         self._held: list[int] = []  # device blocks fenced for it
         self._held_host: list[int] = []
         self._seals: list[tuple[int, int]] = []  # (device block, leading tokens that must stay)

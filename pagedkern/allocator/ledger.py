@@ -10,7 +10,7 @@ from pagedkern.allocator.arguments import Salt
 from pagedkern.allocator.buffers import Table
 from pagedkern.allocator.counts import Counts
 from pagedkern.allocator.events import Cached, EventLog, cached_now
-from pagedkern.allocator.handles import LIVE, Lockstep, Origin, Phase, Plan, Row, Sequence, State
+from pagedkern.allocator.handles import LIVE, Lockstep, Origin, Phase, Plan, PlanRow, Sequence, State
 from pagedkern.allocator.pool import BlockPool
 from pagedkern.allocator.prefix import PrefixIndex
 from pagedkern.allocator.retention import Deadlines
@@ -221,12 +221,12 @@ class Ledger:
             self.undo.append((pool.arriving.pop, (b, None)))
             pool.arriving[b] = plan.id
 
-    def ride(self, plan: Plan, seq: Sequence, row: Row | None = None) -> None:
+    def ride(self, plan: Plan, seq: Sequence, row: PlanRow | None = None) -> None:
         """Let a sequence depend on a plan in flight: it is committed before later ones and aborted after them."""
         if plan in seq._pending:
             return
         if row is None:
-            row = Row(seq, 0, 0, seq._length, len(seq._blocks))
+            row = PlanRow(seq, 0, 0, seq._length, len(seq._blocks))
             row.rides = True
         if plan._rows is not None:
             plan._rows.append(row)

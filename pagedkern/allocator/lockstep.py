@@ -19,7 +19,7 @@ from functools import lru_cache
 from pagedkern.allocator import caching
 from pagedkern.allocator.arguments import MAX_TOKENS
 from pagedkern.allocator.buffers import Table
-from pagedkern.allocator.handles import Expect, Fill, Lockstep, Phase, Plan, Row, Sequence, Step
+from pagedkern.allocator.handles import Expect, Fill, Lockstep, Phase, Plan, PlanRow, Sequence, Step
 from pagedkern.allocator.ledger import Ledger
 from pagedkern.errors import InvalidArgument
 
@@ -176,10 +176,10 @@ class LockstepBatch(Lockstep):
         demand.
         """
         size = self._ledger.block_size
-        flights: list[tuple[Step, list[Row]]] = []
+        flights: list[tuple[Step, list[PlanRow]]] = []
         for number, step in enumerate(self._pending, self._committed + 1):
             ends = [(seq, base + number) for seq, base in zip(self.seqs, self._base, strict=True)]
-            flights.append((step, [Row(seq, n - 1, n, n - 1, -(-(n - 1) // size)) for seq, n in ends]))
+            flights.append((step, [PlanRow(seq, n - 1, n, n - 1, -(-(n - 1) // size)) for seq, n in ends]))
 
         # Nothing below raises.
         self.active = False

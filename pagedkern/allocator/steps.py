@@ -9,7 +9,7 @@ from itertools import accumulate
 from pagedkern.allocator import caching
 from pagedkern.allocator.arguments import MAX_TOKENS
 from pagedkern.allocator.buffers import Copies
-from pagedkern.allocator.handles import Phase, Plan, Row, Sequence, State, Step
+from pagedkern.allocator.handles import Phase, Plan, PlanRow, Sequence, State, Step
 from pagedkern.allocator.ledger import Ledger
 from pagedkern.allocator.lockstep import LockstepBatch, make_table
 from pagedkern.allocator.swap import unswap
@@ -28,7 +28,7 @@ def make_step(ledger: Ledger, seqs: list[Sequence], ends: list[int], growing: in
     """
     if sum(ends) > MAX_TOKENS and (total := sum(ends) - sum(s._scheduled for s in seqs)) > MAX_TOKENS:
         raise InvalidArgument(f"seqs: a step of {total} tokens, expected at most 2^31-1 tokens")
-    rows = [Row(s, s._scheduled, end, s._length, len(s._blocks)) for s, end in zip(seqs, ends, strict=True)]
+    rows = [PlanRow(s, s._scheduled, end, s._length, len(s._blocks)) for s, end in zip(seqs, ends, strict=True)]
     if lookahead:
         for row in rows[:growing]:
             row.reach += lookahead
@@ -115,7 +115,7 @@ def grow(batch: list[Sequence], counts: list[int], ids: list[Iterable[int] | Non
     return ends
 
 
-def _plan(ledger: Ledger, rows: list[Row]) -> tuple[list[tuple[Row, int, int]], list[int], int]:
+def _plan(ledger: Ledger, rows: list[PlanRow]) -> tuple[list[tuple[PlanRow, int, int]], list[int], int]:
     """What has to happen before the rows can be written, without changing anything.
 
     Returns the blocks to replace because somebody else needs them too, as (row, index in its table, leading tokens to
@@ -124,7 +124,7 @@ def _plan(ledger: Ledger, rows: list[Row]) -> tuple[list[tuple[Row, int, int]], 
     pool, size, keys = ledger.pool, ledger.block_size, ledger.prefix.keys
     # By this very step: for each owner that a block loses, how many tokens it had in the block.
     given_up: dict[int, list[int]] = {}
-    replaced: list[tuple[Row, int, int]] = []
+    replaced: list[tuple[PlanRow, int, int]] = []
     rewritten: list[int] = []
     num_new = 0
     for row in rows:
@@ -165,7 +165,7 @@ def _move_in(ledger: Ledger, step: Step) -> None:
             ledger.ride(step, seq)
 
 
-def _copy_on_write(ledger: Ledger, step: Step, replaced: list[tuple[Row, int, int]], fresh: Iterator[int]) -> None:
+def _copy_on_write(ledger: Ledger, step: Step, replaced: list[tuple[PlanRow, int, int]], fresh: Iterator[int]) -> None:
     """Give each writer its own block. The old one is fenced: the copy reads it when the step runs."""
     src, dst = array("q"), array("q")
     for row, index, kept in replaced:
@@ -274,7 +274,7 @@ def abort(ledger: Ledger, plan: Plan) -> None:
     ledger.counts.moves(plan, not isinstance(plan, Step), -1)
 
 
-def _take_back(ledger: Ledger, row: Row) -> None:
+def _take_back(ledger: Ledger, row: PlanRow) -> None:
     """What a step was to do for one sequence is not done."""
     seq = row.seq
     blocks = seq._blocks[: row.num_blocks]
@@ -296,12 +296,12 @@ def _take_back(ledger: Ledger, row: Row) -> None:
         caching.use(ledger, seq)
 
 
-def live_rows(plan: Plan) -> list[Row]:
+def live_rows(plan: Plan) -> list[PlanRow]:
     """The rows of the sequences that still exist."""
     return [row for row in plan._rows or () if row.seq._state is not State.FREED]
 
 
-def _save(ledger: Ledger, plan: Plan, rows: list[Row]) -> None:
+def _save(ledger: Ledger, plan: Plan, rows: list[PlanRow]) -> None:
     """Make the changes to come undoable. Sequences whose lockstep batch has ended leave it first; active ones go on."""
     ledger.undo.append((plan._restore, plan._saved()))
     for row in rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from pagedkern.allocator import caching
-from pagedkern.allocator.handles import Plan, Row, Sequence, State
+from pagedkern.allocator.handles import Plan, PlanRow, Sequence, State
 from pagedkern.allocator.ledger import Ledger
 from pagedkern.allocator.pool import BlockPool
 from pagedkern.errors import OutOfBlocks
@@ -95,7 +95,7 @@ def _plan(
 
 def _change_place(ledger: Ledger, plan: Plan, seq: Sequence, blocks: list[int], state: State) -> None:
     """The sequence's blocks are elsewhere from now on; the old ones are fenced for the plan, which reads them."""
-    row = Row(seq, 0, 0, seq._length, len(seq._blocks))
+    row = PlanRow(seq, 0, 0, seq._length, len(seq._blocks))
     row.before = (seq._state, tuple(seq._blocks))  # forks of the sequence share it: nothing that changes
     row.moved = blocks
     ledger.give_up(seq, seq._blocks, plan)
@@ -105,7 +105,7 @@ def _change_place(ledger: Ledger, plan: Plan, seq: Sequence, blocks: list[int], 
     caching.use(ledger, seq)
 
 
-def unswap(ledger: Ledger, plan: Plan, row: Row) -> None:
+def unswap(ledger: Ledger, plan: Plan, row: PlanRow) -> None:
     """A plan in flight is not carried out: the sequence is where it was."""
     seq = row.seq
     assert row.before is not None

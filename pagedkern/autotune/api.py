@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pagedkern.autotune import arguments, workloads
 from pagedkern.autotune import space as spaces
 from pagedkern.autotune.recommend import Recommendation, cache_size
-from pagedkern.autotune.runs import BUDGET, Order, Run
+from pagedkern.autotune.runs import BUDGET, Order, TuningRun
 from pagedkern.autotune.space import Workload
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import files
@@ -112,7 +112,7 @@ def tune(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TunePlan:
     """What is to be measured, and what for; all arguments checked."""
 
     order: Order
@@ -152,7 +152,7 @@ def plan(
     shape: Mapping[str, int | str | None] | None = None,
     batch: Mapping[str, int | None] | None = None,
     begun: float | None = None,
-) -> Plan:
+) -> TunePlan:
     """Check the arguments of `tune`, and those that others have besides: `shape` changes the model's (num_heads,
     num_kv_heads, head_dim, dtype, kv_dtype), `batch` sizes the problems (num_seqs, context, prompt), `begun` is when
     the budget began, by `time.monotonic` (None: now).
@@ -176,12 +176,15 @@ def plan(
     order = Order(problems, sizes, names, wall, start, exhaustive)
     same = tuple(replace(t, model=None) if model or t.model == base else t for t in traffics)
     journal = journal_of(order) if records is None else arguments.path("records", records)
-    return Plan(order, same, served, size, again, journal, begun)
+    return TunePlan(order, same, served, size, again, journal, begun)
 
 
 def measure(
-    planned: Plan, tell: Tell | None = None, interrupts: Interrupts | None = None, make_runner: MakeRunner | None = None
-) -> Run:
+    planned: TunePlan,
+    tell: Tell | None = None,
+    interrupts: Interrupts | None = None,
+    make_runner: MakeRunner | None = None,
+) -> TuningRun:
     """Carry out a plan, and rate its workloads."""
     from pagedkern.autotune.runs import carry_out, serve, serving_seconds
 
@@ -204,7 +207,7 @@ def measure(
     return run
 
 
-def result_of(run: Run) -> TuneResult:
+def result_of(run: TuningRun) -> TuneResult:
     """A run in short."""
     choices = tuple(choice for outcome in run.outcomes for choice in _choices(outcome))
     reasons = [f"not measured: {reason}" for reason in run.unusable]
@@ -284,7 +287,7 @@ def _device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _progress(stack: ExitStack, planned: Plan) -> Tell | None:
+def _progress(stack: ExitStack, planned: TunePlan) -> Tell | None:
     """Progress on standard error, if there is what draws it."""
     from pagedkern.autotune.report import console, progress
 

@@ -26,11 +26,11 @@ from pagedkern.backends.base import ITEMSIZE
 DIGITS = 4  # of numbers that are kept: more would be noise
 UNKNOWN_ERROR = 0.02  # of rates that do not say theirs, as those of version 0.1.0
 
-__all__ = ["Profile", "Shape", "choices_of", "distil", "from_json", "rates_of", "to_json"]
+__all__ = ["ModelShape", "Profile", "choices_of", "distil", "from_json", "rates_of", "to_json"]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """What the rates of attention depend on in a model."""
 
     num_heads: int
@@ -42,12 +42,12 @@ class Shape:
     softcap: bool
 
     @classmethod
-    def of(cls, model: Model) -> Shape:
+    def of(cls, model: Model) -> ModelShape:
         heads = model.num_heads, model.num_kv_heads, model.head_dim
         return cls(*heads, model.dtype, model.cache_dtype, model.windows, model.softcap is not None)
 
     @classmethod
-    def of_problems(cls, workloads: Sequence[Workload]) -> Shape:
+    def of_problems(cls, workloads: Sequence[Workload]) -> ModelShape:
         """The shape of the model that these problems stand for."""
         w = workloads[0]
         windows = dict.fromkeys(other.sliding_window for other in workloads)
@@ -61,7 +61,7 @@ class Shape:
         parts += ["all" if w is None else f"w{w}" for w in self.windows if self.windows != (None,)]
         return "-".join([*parts, "softcap"] if self.softcap else parts)
 
-    def distance(self, other: Shape) -> float:
+    def distance(self, other: ModelShape) -> float:
         """How little the rates of one say about the other: dtypes first, then the group, then sizes, then the rest."""
         sizes = [
             abs(math.log2(a / b))
@@ -80,7 +80,7 @@ class Profile:
     """What is known of one machine for one shape."""
 
     device: Mapping[str, str | int]
-    shape: Shape
+    shape: ModelShape
     rates: Rates
     code: Mapping[str, object]  # for each backend: see `store.device.code`
     driver: str  # see `store.device.driver`
@@ -115,7 +115,7 @@ def from_json(document: Mapping[str, Any]) -> Profile:
     """The profile of a JSON object. Raises `ValueError`, `KeyError` or `TypeError` if it is none."""
     if document["format"] != stored.FORMAT:
         raise ValueError(f"of format {document['format']!r}, not {stored.FORMAT}")
-    shape = Shape(**{**document["shape"], "windows": tuple(document["shape"]["windows"])})
+    shape = ModelShape(**{**document["shape"], "windows": tuple(document["shape"]["windows"])})
     numbers = (shape.num_heads, shape.num_kv_heads, shape.head_dim, *(w for w in shape.windows if w is not None))
     if not all(type(n) is int and n > 0 for n in numbers) or not shape.windows or type(shape.softcap) is not bool:
         raise ValueError("an invalid shape")
@@ -162,7 +162,7 @@ def distil(recorded: Recording) -> dict[str, Any] | None:
     workloads = [space.workload for space in recorded.spaces]
     code = {name: value for codes in recorded.code for name, value in codes.items()}
     measured = "; ".join(f"{w.kind}: {w}" for w in workloads)
-    shape, driver = Shape.of_problems(workloads), recorded.driver
+    shape, driver = ModelShape.of_problems(workloads), recorded.driver
     profile = Profile(recorded.device, shape, rates, code, driver, recorded.when, measured, recorded.load)
     choices = []
     for space, log, verdict in zip(recorded.spaces, recorded.logs, verdicts, strict=True):

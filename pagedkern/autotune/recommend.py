@@ -12,7 +12,7 @@ from pagedkern.autotune import profile as profiles
 from pagedkern.autotune import workloads
 from pagedkern.autotune.advice import advise
 from pagedkern.autotune.objective import USUAL_BLOCK_SIZE, Score, score
-from pagedkern.autotune.profile import Profile, Shape
+from pagedkern.autotune.profile import ModelShape, Profile
 from pagedkern.autotune.scheduling import advise_scheduler
 from pagedkern.autotune.store import device as machine
 from pagedkern.autotune.store import files, machines
@@ -119,7 +119,7 @@ def _device(device: str) -> tuple[str, int | None]:
 
 def find(model: Model, device: str, ordinal: int | None = None) -> tuple[Profile | None, str, str]:
     """The profile to reckon with on a device, see `device.identity`, its tier and a sentence on it."""
-    identity, shape = machine.identity(device, ordinal), Shape.of(model)
+    identity, shape = machine.identity(device, ordinal), ModelShape.of(model)
     own = _own(identity)
     if (exact := _tuned(own, identity, shape)) is not None:
         where = f"measured on {machine.describe(identity)}{_busy(exact)}"
@@ -144,7 +144,7 @@ def find(model: Model, device: str, ordinal: int | None = None) -> tuple[Profile
     return nearest, "tuned-nearest", f"{where}{other}, {nearest.when[:10]}, {what}"
 
 
-def is_tuned(identity: Mapping[str, str | int], shape: Shape) -> bool:
+def is_tuned(identity: Mapping[str, str | int], shape: ModelShape) -> bool:
     """Whether there are rates that were measured on this very machine for a shape, with the kernels as they are."""
     return _tuned(_own(identity), identity, shape) is not None
 
@@ -154,7 +154,7 @@ def _own(identity: Mapping[str, str | int]) -> list[Profile]:
     return [p for _, document in stored.own(identity) if (p := _parse(document))]
 
 
-def _tuned(own: Sequence[Profile], identity: Mapping[str, str | int], shape: Shape) -> Profile | None:
+def _tuned(own: Sequence[Profile], identity: Mapping[str, str | int], shape: ModelShape) -> Profile | None:
     same = (p for p in own if dict(p.device) == dict(identity) and p.shape == shape)
     return next((p for p in same if fresh(p.code)), None)
 

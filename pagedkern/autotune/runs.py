@@ -24,7 +24,7 @@ from pagedkern.autotune import space as spaces
 from pagedkern.autotune.decision import MIN_ROUNDS, Decision, decide
 from pagedkern.autotune.interrupts import Interrupted, Interrupts
 from pagedkern.autotune.log import Log
-from pagedkern.autotune.profile import Profile, Shape
+from pagedkern.autotune.profile import ModelShape, Profile
 from pagedkern.autotune.rates import Rates, Speed
 from pagedkern.autotune.rating import rates_of
 from pagedkern.autotune.recommend import Recommendation, find, is_tuned, recommend_by
@@ -95,7 +95,7 @@ class Serving:
 
 
 @dataclass(slots=True)
-class Run:
+class TuningRun:
     """Result of a run."""
 
     device: Mapping[str, str | int]
@@ -141,12 +141,12 @@ def carry_out(
     resume: bool = False,
     tell: Tell = lambda *_: None,
     make_runner: MakeRunner | None = None,
-    run: Run | None = None,
+    run: TuningRun | None = None,
     clock: Callable[[], float] = time.monotonic,
     interrupts: Interrupts | None = None,
     begun: float | None = None,
     reserve: float = 0.0,
-) -> Run:
+) -> TuningRun:
     """Tune each problem in its share of the budget and store what the measurements support.
 
     Args:
@@ -162,7 +162,7 @@ def carry_out(
     begin = clock() if begun is None else begun
     kept = CONCLUDING * order.budget + min(reserve, MOST_RESERVED * order.budget)
     device = order.workloads[0].device
-    run = run if run is not None else Run(machine.identity(device))
+    run = run if run is not None else TuningRun(machine.identity(device))
     with ExitStack() as stack:
         interrupts = interrupts or stack.enter_context(Interrupts())
         if make_runner is None:
@@ -189,13 +189,13 @@ def carry_out(
 def serving_seconds(order: Order, traffics: Sequence[Traffic], model: Model, memory: int) -> float:
     """About how long `serve` will take: as long as for the first workload with rates that are made up."""
     speeds = {block_size: Speed(1e11) for block_size in order.block_sizes}
-    profile = Profile({}, Shape.of(model), Rates(1e11, 1e13, 1e10, speeds), {}, "", "", "")
+    profile = Profile({}, ModelShape.of(model), Rates(1e11, 1e13, 1e10, speeds), {}, "", "", "")
     begin = time.monotonic()
     recommend_by(profile, "", "", traffics[0], traffics[0].model or model, memory)
     return 2 * len(traffics) * (time.monotonic() - begin)  # of some twice as long as of the first preset
 
 
-def serve(run: Run, traffics: Sequence[Traffic], model: Model, memory: Callable[[Model], int]) -> None:
+def serve(run: TuningRun, traffics: Sequence[Traffic], model: Model, memory: Callable[[Model], int]) -> None:
     """Fill in what the block sizes give for workloads, each with the rates of its own model's shape: those that were
     measured now, else what `recommend` would take. `memory` gives the bytes of the cache beside a model."""
     if run.profile is None:
@@ -203,7 +203,7 @@ def serve(run: Run, traffics: Sequence[Traffic], model: Model, memory: Callable[
     for traffic in traffics:
         served = traffic.model or model
         profile, tier, reason = run.profile, "tuned", "measured in this run"
-        if Shape.of(served) != profile.shape:
+        if ModelShape.of(served) != profile.shape:
             other, tier, reason = find(served, str(run.device["type"]))
             if other is None:  # nothing could be stored
                 tier, reason = "tuned-nearest", "measured in this run for another shape"
@@ -216,7 +216,7 @@ def serve(run: Run, traffics: Sequence[Traffic], model: Model, memory: Callable[
 class _Measuring:
     """The problems of a run, one after the other."""
 
-    run: Run
+    run: TuningRun
     order: Order
     make_runner: MakeRunner
     tell: Tell
@@ -257,7 +257,7 @@ class _Measuring:
             _profile(self.run, self.order, early=True)
 
 
-def _logs(run: Run, planned: Sequence[Space], journal: Path | None, resume: bool) -> list[Log]:
+def _logs(run: TuningRun, planned: Sequence[Space], journal: Path | None, resume: bool) -> list[Log]:
     """Logs to begin with: those of the journal if it can be resumed, else empty ones."""
     if journal is not None and resume and journal.is_file() and journal.stat().st_size:
         recorded = records.load(journal)
@@ -268,7 +268,7 @@ def _logs(run: Run, planned: Sequence[Space], journal: Path | None, resume: bool
     return [Log() for _ in planned]
 
 
-def _write_to(path: Path, run: Run, planned: Sequence[Space], logs: Sequence[Log], stack: ExitStack) -> None:
+def _write_to(path: Path, run: TuningRun, planned: Sequence[Space], logs: Sequence[Log], stack: ExitStack) -> None:
     """Begin the journal with what is known. A place that cannot be written costs the records, not the run."""
     code, driver = [records.code_of(space) for space in planned], machine.driver(str(run.device["type"]))
     known = records.Recording(run.device, _now(), list(planned), list(logs), list(code), run.load, driver)
@@ -294,11 +294,11 @@ def _conclude(outcome: Outcome) -> None:
             return
 
 
-def _profile(run: Run, order: Order, early: bool = False) -> None:
+def _profile(run: TuningRun, order: Order, early: bool = False) -> None:
     """The rates of the machine, stored for `recommend`. `early`: they are not complete yet, and replace none."""
     picks = [{b: pick.candidate for b, pick in o.verdict.winners.items()} for o in run.outcomes]
     rates = rates_of([o.space for o in run.outcomes], [o.log for o in run.outcomes], picks)
-    shape = Shape.of_problems(order.workloads)
+    shape = ModelShape.of_problems(order.workloads)
     if rates is None or (early and is_tuned(run.device, shape)):
         return
     code = {c.backend: machine.code(c.backend) for o in run.outcomes for c in o.space.candidates}

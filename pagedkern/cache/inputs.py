@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from pagedkern import _checks as check
-from pagedkern.cache.moves import CPU, Plan, host_tensor
+from pagedkern.cache.moves import CPU, PlanLike, host_tensor
 from pagedkern.errors import InvalidArgument, InvalidType
 
 
-class PlannedStep(Plan, Protocol):
+class PlannedStep(PlanLike, Protocol):
     """What `inputs` describes: a `Step` of the allocator or a `Batch` of the scheduler, whose arrays are buffers.
 
     A batch also has `token_ids`, int64 [T], and `logits_rows`, int64.

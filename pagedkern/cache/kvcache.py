@@ -12,7 +12,7 @@ from pagedkern import _checks as check
 from pagedkern._checks import ArrayLike
 from pagedkern.backends.forked import safe_after_fork
 from pagedkern.cache.inputs import PlannedBatch, PlannedStep, StepInputs, step_inputs, upload
-from pagedkern.cache.moves import CPU, Move, Plan, host_tensor, moves_of, same_blocks
+from pagedkern.cache.moves import CPU, Move, PlanLike, host_tensor, moves_of, same_blocks
 from pagedkern.cache.queues import IN, OUT, Immediate, Streams
 from pagedkern.cache.transfers import Transfers
 from pagedkern.errors import InvalidArgument, InvalidType
@@ -203,7 +203,7 @@ class KVCache:
         )
 
     @safe_after_fork
-    def apply(self, *plans: Plan) -> None:
+    def apply(self, *plans: PlanLike) -> None:
         """Carry out the moves of steps and plans, in order, on every layer.
 
         To be called before the kernels of every step, with that step, also if it moves nothing: here earlier swaps are
@@ -282,7 +282,7 @@ class KVCache:
         return step_inputs(step, self.device)
 
 
-def _tables(plans: Sequence[Plan]) -> list[Tensor]:
+def _tables(plans: Sequence[PlanLike]) -> list[Tensor]:
     """The block tables of those that are steps, flat."""
     tables = [getattr(plan, "block_table", None) for plan in plans]
     return [host_tensor("plan: block_table", t, torch.int32, ndim=2) for t in tables if t is not None]

@@ -14,7 +14,7 @@ from pagedkern.errors import BlockIndexError, InvalidType
 CPU = torch.device("cpu")  # said for each tensor of the host: what torch has for a default is the caller's
 
 
-class Plan(Protocol):
+class PlanLike(Protocol):
     """What `apply` carries out: a `Step` or a swap plan of the allocator, a `Batch` of the scheduler."""
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import pagedkern
-from pagedkern.gpucheck.problems import Problem, Shape, sample, shrunk
+from pagedkern.gpucheck.problems import CallShape, CallTensors, sample, shrunk
 
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -35,13 +35,13 @@ def check(backend: str, device: str, emulated: bool, every: int = 1) -> dict[str
     return {"checked": len(shapes) + 2, "failed": failed}
 
 
-def attention(backend: str, device: str, shape: Shape) -> str | None:
+def attention(backend: str, device: str, shape: CallShape) -> str | None:
     """What is wrong with the backend's attention on a shape, or None.
 
     Exact up to rounding; every element written; the same bits when repeated, in another layout and placement, with a
     wider bound on query lengths, and for each sequence alone.
     """
-    problem = Problem(shape, device)
+    problem = CallTensors(shape, device)
     want_out, want_lse = pagedkern.paged_attention(**problem.args, return_lse=True, backend="reference")
     out = torch.full_like(want_out, math.nan)
     _, lse = pagedkern.paged_attention(**problem.args, out=out, return_lse=True, backend=backend)
@@ -72,7 +72,7 @@ def attention(backend: str, device: str, shape: Shape) -> str | None:
     return _alone(problem, out, pinned)
 
 
-def _moved(problem: Problem) -> dict[str, Any]:
+def _moved(problem: CallTensors) -> dict[str, Any]:
     """The same call with every block elsewhere and the other memory order."""
     args = dict(problem.args)
     num_blocks = len(args["k_cache"])
@@ -94,7 +94,7 @@ def _moved(problem: Problem) -> dict[str, Any]:
     return args
 
 
-def _alone(problem: Problem, out: Tensor, pinned: dict[str, Any]) -> str | None:
+def _alone(problem: CallTensors, out: Tensor, pinned: dict[str, Any]) -> str | None:
     """Each sequence by itself must give the bits that it gave in the batch."""
     args = problem.args
     lens = problem.shape.query_lens or (1,) * len(problem.shape.seq_lens)
@@ -114,8 +114,10 @@ def _alone(problem: Problem, out: Tensor, pinned: dict[str, Any]) -> str | None:
 def write_kv(backend: str, device: str) -> str | None:
     """Slots get what the reference writes, to the bit (scales are powers of two), and nothing else changes."""
     for kv_dtype in ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"):
-        shape = Shape("write", (40, 7), num_kv_heads=2, num_heads=2, head_dim=72, q_dtype="bfloat16", kv_dtype=kv_dtype)
-        problem = Problem(shape, device)
+        shape = CallShape(
+            "write", (40, 7), num_kv_heads=2, num_heads=2, head_dim=72, q_dtype="bfloat16", kv_dtype=kv_dtype
+        )
+        problem = CallTensors(shape, device)
         k, v = (torch.randn(3, 2, 72, device=device).bfloat16() for _ in range(2))
         slots = torch.tensor([5, -1, 33], device=device)
         factors = {"k_scale": (0.25, 0.5), "v_scale": (2.0, 0.125)} if "k_scale" in problem.args else {}

@@ -16,15 +16,15 @@ import torch
 
 import pagedkern
 from pagedkern.gpucheck.agreement import same
-from pagedkern.gpucheck.problems import Problem, Shape, shrunk
+from pagedkern.gpucheck.problems import CallShape, CallTensors, shrunk
 
-MIXED = Shape("mixed", (300, 40, 1), (17, 1, 1), 8, 2, 64)
+MIXED = CallShape("mixed", (300, 40, 1), (17, 1, 1), 8, 2, 64)
 
 
 def graph_replay(backend: str) -> str | None:
     """A captured call, replayed after other queries and lengths were put in place, gives the bits of a plain call."""
     for query_lens in (None, MIXED.query_lens):
-        problem = Problem(Shape("graph", MIXED.seq_lens, query_lens, 8, 2, 64), "cuda")
+        problem = CallTensors(CallShape("graph", MIXED.seq_lens, query_lens, 8, 2, 64), "cuda")
         args = problem.args
         out = torch.empty_like(args["q"])
         pagedkern.paged_attention(**args, out=out, backend=backend)  # warm: compiled, loaded
@@ -45,7 +45,7 @@ def graph_replay(backend: str) -> str | None:
 
 def compiled(backend: str, device: str) -> str | None:
     """`torch.compile(fullgraph=True)` takes the call whole and gives the bits of the eager call."""
-    args = Problem(shrunk(MIXED), device).args
+    args = CallTensors(shrunk(MIXED), device).args
 
     def step() -> torch.Tensor:
         result: torch.Tensor = pagedkern.paged_attention(**args, backend=backend) * 2

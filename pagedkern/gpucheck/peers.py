@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagedkern.gpucheck.problems import Problem
+from pagedkern.gpucheck.problems import CallTensors
 
 PAGE = 128  # tokens: flex_attention's default block, the smallest page that its kernels take
 COMPILED_FOR = ("8 x 8192", "prompt of 8192")  # shapes: each compilation takes many seconds
 
 
-def of(problem: Problem) -> dict[str, Callable[[], Tensor]]:
+def of(problem: CallTensors) -> dict[str, Callable[[], Tensor]]:
     """The peers that can compute a problem: sequences of equal length, a cache of q's dtype."""
     if problem.shape.kv_dtype is not None:
         return {}
@@ -23,7 +23,7 @@ def of(problem: Problem) -> dict[str, Callable[[], Tensor]]:
     return calls
 
 
-def contiguous(problem: Problem) -> Callable[[], Tensor]:
+def contiguous(problem: CallTensors) -> Callable[[], Tensor]:
     """`scaled_dot_product_attention`; the keys are gathered beforehand."""
     q, k, v = problem.dense()
     rows, length = q.shape[2], k.shape[2]
@@ -34,7 +34,7 @@ def contiguous(problem: Problem) -> Callable[[], Tensor]:
     return lambda: attend(q, k, v, attn_mask=mask, is_causal=rows == length, enable_gqa=True)
 
 
-def flex_paged(problem: Problem, compiled: bool) -> Callable[[], Tensor]:
+def flex_paged(problem: CallTensors, compiled: bool) -> Callable[[], Tensor]:
     """`flex_attention` over torch's experimental `PagedAttention`."""
     from torch.nn.attention.experimental._paged_attention import PagedAttention
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

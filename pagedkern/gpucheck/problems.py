@@ -19,7 +19,7 @@ UNIT = {"int8": 1 / 40, "float8_e4m3fn": 0.25, "float8_e5m2": 0.25}  # k_scale a
 
 
 @dataclass(frozen=True)
-class Shape:
+class CallShape:
     """One attention call: its name, lengths and model shape."""
 
     name: str
@@ -55,28 +55,28 @@ class Shape:
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 50},
     "softcap": {"softcap": 5.0},
-    "alibi": {"alibi_slopes": 0.1},  # spread over the heads by `Problem`
+    "alibi": {"alibi_slopes": 0.1},  # spread over the heads by `CallTensors`
     "sinks": {"sinks": 1.0},
     "not causal": {"causal": False},
 }
 
 DECODE = (
-    Shape("1 x 32768", (32768,)),
-    Shape("8 x 8192", (8192,) * 8),
-    Shape("64 x 1024", (1024,) * 64),
-    Shape("256 x 2048", (2048,) * 256),
-    Shape("32 x 4096, no GQA", (4096,) * 32, num_kv_heads=32),
-    Shape("64 x 4096, float8", (4096,) * 64, kv_dtype="float8_e4m3fn"),
+    CallShape("1 x 32768", (32768,)),
+    CallShape("8 x 8192", (8192,) * 8),
+    CallShape("64 x 1024", (1024,) * 64),
+    CallShape("256 x 2048", (2048,) * 256),
+    CallShape("32 x 4096, no GQA", (4096,) * 32, num_kv_heads=32),
+    CallShape("64 x 4096, float8", (4096,) * 64, kv_dtype="float8_e4m3fn"),
 )
 PREFILL = (
-    Shape("prompt of 8192", (8192,), (8192,)),
-    Shape("4 chunks of 1024 after 7168", (8192,) * 4, (1024,) * 4),
+    CallShape("prompt of 8192", (8192,), (8192,)),
+    CallShape("4 chunks of 1024 after 7168", (8192,) * 4, (1024,) * 4),
 )
 
 
-def sample() -> list[Shape]:
+def sample() -> list[CallShape]:
     """What is checked: every dtype, head_dims of each kind, groups, lengths around every boundary, every feature."""
-    small = Shape("", (1, 17, 0, 300, 2500), None, 8, 2, 64)
+    small = CallShape("", (1, 17, 0, 300, 2500), None, 8, 2, 64)
     mixed = replace(small, seq_lens=(1, 90, 0, 47, 700), query_lens=(1, 33, 0, 2, 200))
     shapes = []
     for base, kind in ((small, "decode"), (mixed, "mixed")):
@@ -105,7 +105,7 @@ def sample() -> list[Shape]:
     return shapes
 
 
-def shrunk(shape: Shape) -> Shape:
+def shrunk(shape: CallShape) -> CallShape:
     """A shape that an interpreter can do: contexts and queries of at most some dozens of tokens."""
     lens = [max(1, min(n, 40 + n % 7)) if n else 0 for n in shape.seq_lens[:4]]
     query_lens = None
@@ -114,10 +114,10 @@ def shrunk(shape: Shape) -> Shape:
     return replace(shape, seq_lens=tuple(lens), query_lens=query_lens)
 
 
-class Problem:
+class CallTensors:
     """The tensors of one shape; `args` are the arguments of `paged_attention`."""
 
-    def __init__(self, shape: Shape, device: str, seed: int = 0) -> None:
+    def __init__(self, shape: CallShape, device: str, seed: int = 0) -> None:
         self.shape, self.device = shape, device
         self._generator = torch.Generator(device).manual_seed(seed)
         widths = [-(-n // shape.block_size) for n in shape.seq_lens]

@@ -14,7 +14,7 @@ import pagedkern
 from pagedkern.cache import KVCache
 from pagedkern.gpucheck import peers
 from pagedkern.gpucheck.clock import Clock
-from pagedkern.gpucheck.problems import Problem, Shape
+from pagedkern.gpucheck.problems import CallShape, CallTensors
 
 GIGA = 1e9
 
@@ -46,7 +46,7 @@ def limits(clock: Clock, sizes: Sizes) -> dict[str, float]:
     }
 
 
-def attention(clock: Clock, backends: Iterable[str], kind: str, shapes: Iterable[Shape]) -> list[dict[str, Any]]:
+def attention(clock: Clock, backends: Iterable[str], kind: str, shapes: Iterable[CallShape]) -> list[dict[str, Any]]:
     """One row for each shape and backend, torch's own among them: seconds of a call and of its replay as a graph."""
     rows = []
     for shape in shapes:
@@ -54,8 +54,8 @@ def attention(clock: Clock, backends: Iterable[str], kind: str, shapes: Iterable
     return rows
 
 
-def _shape(clock: Clock, backends: Iterable[str], kind: str, shape: Shape) -> list[dict[str, Any]]:
-    problem = Problem(shape, clock.device)
+def _shape(clock: Clock, backends: Iterable[str], kind: str, shape: CallShape) -> list[dict[str, Any]]:
+    problem = CallTensors(shape, clock.device)
     failed: dict[str, str] = {}
     eager: dict[str, Callable[[], object]] = {}
     for name in backends:
@@ -146,11 +146,11 @@ def _cache(clock: Clock, sizes: Sizes) -> KVCache:
     return KVCache(sizes.layers, sizes.blocks, 16, 8, 128, dtype=torch.bfloat16, device=device, num_host_blocks=pool)
 
 
-def configurations(clock: Clock, backends: Iterable[str], shapes: Iterable[Shape]) -> list[dict[str, Any]]:
+def configurations(clock: Clock, backends: Iterable[str], shapes: Iterable[CallShape]) -> list[dict[str, Any]]:
     """Every configuration of every backend on a few shapes: what defaults are chosen from."""
     rows = []
     for shape in shapes:
-        problem = Problem(shape, clock.device)
+        problem = CallTensors(shape, clock.device)
         for name in backends:
             choice = pagedkern.explain(**problem.args, backend=name)
             for config in choice.implementation.configs(choice.problem):

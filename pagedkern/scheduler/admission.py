@@ -13,7 +13,7 @@ from pagedkern.scheduler.growth import blocks_needed
 from pagedkern.scheduler.request import SWAPPED, WAITING, Request
 from pagedkern.scheduler.room import free_all
 from pagedkern.scheduler.standstill import Standstill
-from pagedkern.scheduler.state import State
+from pagedkern.scheduler.state import SchedulerState
 
 
 def start_more(draft: Draft, budget: int) -> None:
@@ -81,7 +81,7 @@ def _fits_beside_cached(draft: Draft, request: Request) -> bool:
     return False
 
 
-def _uncached(state: State, request: Request) -> int:
+def _uncached(state: SchedulerState, request: Request) -> int:
     """The blocks that a request needs if the prefix cache has nothing of it: those of the prompt and one for each
     further sample, or those of all samples if they go on. O(its samples).
     """
@@ -137,7 +137,7 @@ def _start_alone(draft: Draft, request: Request) -> bool:
     return True
 
 
-def fits_again(state: State, request: Request) -> bool:
+def fits_again(state: SchedulerState, request: Request) -> bool:
     """Whether a request that runs would have room for its next step if it were computed again, alone. Changes nothing.
 
     O(blocks of what runs).
@@ -158,7 +158,7 @@ class _TakenBack(Exception):
     """It was but a trial."""
 
 
-def _take(state: State, request: Request, rest: int = 0) -> Sequence | Plan:
+def _take(state: SchedulerState, request: Request, rest: int = 0) -> Sequence | Plan:
     """The sequence of the first sample (the others are forked once it is computed), or the plan that brings all of them
     back from the host. Raises `OutOfBlocks`, also if fewer than `rest` blocks are free then.
     """
@@ -184,7 +184,7 @@ def _started(draft: Draft, request: Request, taken: Sequence | Plan) -> None:
         draft.starts([request], [taken])
 
 
-def _further(state: State, request: Request) -> int:
+def _further(state: SchedulerState, request: Request) -> int:
     """The blocks that its samples begin in their next step, beside those that starting takes. O(its samples)."""
     samples = request._unfinished
     if not samples[0].tokens:  # the next step computes the prompt

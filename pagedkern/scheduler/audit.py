@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pagedkern.errors import AuditError
 from pagedkern.scheduler.request import DROPPED, RUNNING, SWAPPED, WAITING, Request
-from pagedkern.scheduler.state import State
+from pagedkern.scheduler.state import SchedulerState
 
 
-def check(state: State) -> None:
+def check(state: SchedulerState) -> None:
     """Raise `AuditError` with the first invariant found broken. O(requests + blocks + tokens)."""
     state.allocator.check()
     queues = (
@@ -31,7 +31,7 @@ def check(state: State) -> None:
     _expect(all(plan.state == "in flight" for plan in plans), "the batch in flight has a plan that is not")
 
 
-def _check_sums(state: State) -> None:
+def _check_sums(state: SchedulerState) -> None:
     """The sums over those who run."""
     running = list(state.running)
     prefilling = [request for request in running if request._prefilling]
@@ -45,7 +45,7 @@ def _check_sums(state: State) -> None:
     _expect(state.num_seqs <= state.max_num_seqs, f"{state.num_seqs} sequences run, {state.max_num_seqs} may")
 
 
-def _check_request(state: State, request: Request) -> None:
+def _check_request(state: SchedulerState, request: Request) -> None:
     prompt, unfinished = len(request.prompt), request._unfinished
     _expect(bool(unfinished), f"{request}: not ended, though all samples are")
     going_on = [sample for sample in request.samples if sample.finish_reason is None]

@@ -7,7 +7,7 @@ from collections import Counter
 from pagedkern.allocator import Plan, Sequence
 from pagedkern.scheduler.batch import Batch
 from pagedkern.scheduler.request import DROPPED, SWAPPED, WAITING, Request
-from pagedkern.scheduler.state import State
+from pagedkern.scheduler.state import SchedulerState
 
 
 class Draft:
@@ -17,7 +17,7 @@ class Draft:
     Whoever is preempted is the last that runs, whoever starts is the first in line, and no draft has both.
     """
 
-    def __init__(self, state: State, ident: int) -> None:
+    def __init__(self, state: SchedulerState, ident: int) -> None:
         self.state = state
         self.batch = Batch(ident)
         self.num_running = len(state.running)  # and the sums over them

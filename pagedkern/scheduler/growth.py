@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pagedkern.scheduler.batch import Row
 from pagedkern.scheduler.request import Request, Sample
-from pagedkern.scheduler.state import State
+from pagedkern.scheduler.state import SchedulerState
 
 
 def rows_of(requests: Iterable[Request], budget: int) -> list[Row]:
@@ -31,7 +31,7 @@ def rows_of(requests: Iterable[Request], budget: int) -> list[Row]:
     return rows
 
 
-def blocks_needed(state: State, rows: list[Row]) -> list[int]:
+def blocks_needed(state: SchedulerState, rows: list[Row]) -> list[int]:
     """The blocks that each row takes: those that it begins, and the copy of a last block that it shares. O(samples).
 
     The rows of a request stand together, shortest first. A last block that sequences outside the scheduler share is not

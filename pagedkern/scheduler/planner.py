@@ -15,10 +15,10 @@ from pagedkern.scheduler.growth import blocks_needed, rows_of
 from pagedkern.scheduler.request import RUNNING, Request
 from pagedkern.scheduler.room import free_all, preempt
 from pagedkern.scheduler.standstill import Standstill, recall, resolve
-from pagedkern.scheduler.state import State
+from pagedkern.scheduler.state import SchedulerState
 
 
-def make(state: State, ident: int) -> Batch:
+def make(state: SchedulerState, ident: int) -> Batch:
     """The next batch. Raises `OutOfBlocks` if a request has no room even alone."""
     if state.aside:
         recall(state)
@@ -124,7 +124,7 @@ def _append_if_room(draft: Draft, rows: list[Row]) -> bool:
     return True
 
 
-def _append(state: State, rows: list[Row]) -> Step:
+def _append(state: SchedulerState, rows: list[Row]) -> Step:
     if sum(row.end - row.start for row in rows) == len(rows):
         ids = [sample.tokens[start - len(sample.request.prompt)] for sample, start, _ in rows]
         return state.allocator.append([sample.seq for sample, _, _ in rows], ids)  # type: ignore[misc]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagedkern.errors import OutOfBlocks
 from pagedkern.scheduler.draft import Draft, blocks_of
 from pagedkern.scheduler.request import Request
-from pagedkern.scheduler.state import State
+from pagedkern.scheduler.state import SchedulerState
 
 
 def preempt(draft: Draft, request: Request) -> int:
@@ -34,7 +34,7 @@ def swap_out(draft: Draft, request: Request) -> int:
     return num_blocks
 
 
-def free_all(state: State, request: Request) -> None:
+def free_all(state: SchedulerState, request: Request) -> None:
     """Give its blocks up, at once. What the prefix cache keeps of them may be found again. O(its blocks)."""
     for sample in request._unfinished:
         if sample.seq is not None:

@@ -16,7 +16,7 @@ from pagedkern.scheduler.batch import Batch, BatchCopy
 from pagedkern.scheduler.costs import Costs
 from pagedkern.scheduler.request import WAITING, Request, Sample
 from pagedkern.scheduler.standstill import returning
-from pagedkern.scheduler.state import State
+from pagedkern.scheduler.state import SchedulerState
 
 POLICIES = ("swap", "recompute", "auto")
 
@@ -85,7 +85,7 @@ class Scheduler:
             raise InvalidArgument(f"policy: got {policy!r}, expected one of {', '.join(map(repr, POLICIES))}")
         if costs is not None and not isinstance(costs, Costs):
             raise InvalidType(f"costs: got {type(costs).__name__}, expected a Costs")
-        self._state = State(
+        self._state = SchedulerState(
             allocator,
             integer("token_budget", token_budget, 1),
             integer("max_num_seqs", max_num_seqs, 1),

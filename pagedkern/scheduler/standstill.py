@@ -10,7 +10,7 @@ from __future__ import annotations
 from pagedkern.errors import OutOfBlocks
 from pagedkern.scheduler.request import DROPPED, RUNNING, Request
 from pagedkern.scheduler.room import free_all
-from pagedkern.scheduler.state import State
+from pagedkern.scheduler.state import SchedulerState
 
 
 class Standstill(Exception):
@@ -22,7 +22,7 @@ class Standstill(Exception):
         self.num_free = num_free  # blocks that were free when it was alone
 
 
-def resolve(state: State, found: Standstill) -> OutOfBlocks:
+def resolve(state: SchedulerState, found: Standstill) -> OutOfBlocks:
     """Set the request aside, if that is of use to others. Returns what to tell the caller. O(its blocks), and O(blocks)
     of foreign sequences.
 
@@ -48,7 +48,7 @@ def resolve(state: State, found: Standstill) -> OutOfBlocks:
     )
 
 
-def _set_aside(state: State, request: Request, foreign: int) -> None:
+def _set_aside(state: SchedulerState, request: Request, foreign: int) -> None:
     if request in state.line:
         state.line.remove(request)
         state.aside.add(request)
@@ -56,7 +56,7 @@ def _set_aside(state: State, request: Request, foreign: int) -> None:
         state.most_beside = max(state.most_beside, foreign)
 
 
-def recall(state: State) -> None:
+def recall(state: SchedulerState) -> None:
     """Put those back in line that foreign sequences leave more room now. O(sequences + foreign blocks), and O(requests
     set aside) if there are any.
     """
@@ -68,14 +68,14 @@ def recall(state: State) -> None:
         state.most_beside = max((r._beside for r in state.aside if r._beside is not None), default=0)
 
 
-def returning(state: State) -> list[Request]:
+def returning(state: SchedulerState) -> list[Request]:
     """Those set aside that foreign sequences leave more room now than the last time, the latest arrival first."""
     if not state.aside or (foreign := foreign_blocks(state)) >= state.most_beside:
         return []
     return [r for r in reversed(state.aside) if r._beside is not None and foreign < r._beside]
 
 
-def foreign_blocks(state: State) -> int:
+def foreign_blocks(state: SchedulerState) -> int:
     """Blocks that sequences and steps outside the scheduler hold, none of its own being in flight.
 
     O(sequences + foreign blocks).

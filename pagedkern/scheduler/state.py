@@ -21,7 +21,7 @@ COUNTS = (
 )
 
 
-class State:
+class SchedulerState:
     """Every request that has not ended is in one queue. Those that run arrived before those in line, but for requests
     that have been set aside: who is preempted is the last that runs, who starts or is resumed is the first in line.
 

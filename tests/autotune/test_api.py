@@ -235,10 +235,10 @@ def test_a_signal_during_the_call(number: int, tmp_path: Path, home: Path) -> No
 
 def test_the_command_line_is_built_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both check by the same plan: what the call does not have, the shape and the batch, comes besides."""
-    planned: list[api.Plan] = []
+    planned: list[api.TunePlan] = []
     real = api.plan
 
-    def plan(*given: Any, **options: Any) -> api.Plan:
+    def plan(*given: Any, **options: Any) -> api.TunePlan:
         planned.append(real(*given, **options))
         return planned[-1]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pagedkern.autotune.decision import decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.race import GRACE
-from pagedkern.autotune.runs import Order, Run, carry_out
+from pagedkern.autotune.runs import Order, TuningRun, carry_out
 from pagedkern.autotune.search import search
 from pagedkern.autotune.space import BLOCK_SIZES, Candidate, Space, problems_of
 from pagedkern.autotune.workloads import model
@@ -112,7 +112,7 @@ class Machine:
         return self.runners[-1].now if self.runners else 0.0
 
 
-def carried_out(machine: Machine, budget: float, name: str = "gemma-2-9b", reserve: float = 0.0) -> Run:
+def carried_out(machine: Machine, budget: float, name: str = "gemma-2-9b", reserve: float = 0.0) -> TuningRun:
     """Decode and prefill of layers with and without a window: four problems for Gemma, else two."""
     order = Order(problems_of(model(name), "cpu"), BLOCK_SIZES, ["cpu", "reference"], budget=budget)
     return carry_out(order, make_runner=machine.make, clock=machine.clock, reserve=reserve)

@@ -22,7 +22,7 @@ from pagedkern.autotune.decision import decide
 from pagedkern.autotune.interrupts import ASKED, Interrupted, Interrupts
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.records import load
-from pagedkern.autotune.runs import Order, Run, carry_out
+from pagedkern.autotune.runs import Order, TuningRun, carry_out
 from pagedkern.autotune.space import Candidate, Space, problems_of
 from pagedkern.autotune.workloads import model
 from tests.autotune.test_cli import SHAPE
@@ -46,7 +46,7 @@ class Signalled(Simulated):
         super().take(seconds)
 
 
-def signalled(at: int, number: int = signal.SIGTERM, **more: Any) -> tuple[Run, int]:
+def signalled(at: int, number: int = signal.SIGTERM, **more: Any) -> tuple[TuningRun, int]:
     """A run that gets a signal at one of its steps, and how many it came to."""
     kind = type("Kind", (Signalled,), {"steps": 0, "at": at, "number": number})
 

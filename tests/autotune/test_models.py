@@ -18,10 +18,10 @@ from pagedkern.autotune import store, workloads
 from pagedkern.autotune.cli import main
 from pagedkern.autotune.edge_cases import dense
 from pagedkern.autotune.measure import Bench
-from pagedkern.autotune.profile import Shape, distil
+from pagedkern.autotune.profile import ModelShape, distil
 from pagedkern.autotune.recommend import find
 from pagedkern.autotune.report.serving import show_served
-from pagedkern.autotune.runs import Order, Run, carry_out, serve
+from pagedkern.autotune.runs import Order, TuningRun, carry_out, serve
 from pagedkern.autotune.space import BLOCK_SIZES, Space, Workload, candidates, problems_of
 from pagedkern.autotune.store import device
 from pagedkern.autotune.store import profiles as stored
@@ -34,7 +34,7 @@ GEMMA = model("gemma-2-9b")
 SMALL = replace(GEMMA, num_heads=4, num_kv_heads=2, head_dim=16, dtype="float32", sliding_window=19)
 
 
-def tuned(of: Model, **more: Any) -> Run:
+def tuned(of: Model, **more: Any) -> TuningRun:
     """A run for a model on this machine, with times that are given."""
 
     def runner(space: Space, seed: int) -> Simulated:
@@ -68,7 +68,7 @@ def test_a_plain_run_measures_what_is_asked_for_by_default(capsys: pytest.Captur
     planned = [Workload(**p["workload"]) for p in json.loads(capsys.readouterr().out)["problems"]]
     assert planned == problems_of(model("llama-3-8b"), "cpu")
     assert {w.dtype for w in planned} == {"bfloat16"}
-    assert Shape.of_problems(planned) == Shape.of(model("llama-3-8b"))
+    assert ModelShape.of_problems(planned) == ModelShape.of(model("llama-3-8b"))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_windows_of_a_model_are_those_of_its_layers() -> None:
     assert [model(n).windows for n in ("llama-3-8b", "mistral-7b", "gemma-2-9b")] == [
         (None,), (4096,), (None, 4096),
     ]  # fmt: skip
-    names = [Shape.of(model(n)).name() for n in workloads.model_names()]
+    names = [ModelShape.of(model(n)).name() for n in workloads.model_names()]
     assert names[:2] == ["h32-g8-d128-bfloat16", "h64-g8-d128-bfloat16"]
     assert "h16-g8-d256-bfloat16-all-w4096-softcap" in names
     assert len(set(names)) == len(names)
@@ -199,7 +199,7 @@ def fixed(name: str, of: Model | None) -> Traffic:
 def test_each_workload_is_rated_by_its_own_shape(capsys: pytest.CaptureFixture[str]) -> None:
     """The machine reads the cache of the second model best in other blocks than that of the first."""
     llama, smol = model("llama-3-8b,dtype=float32"), model("smollm2-135m")
-    run = Run(device.identity("cpu"))
+    run = TuningRun(device.identity("cpu"))
     for of in (llama, smol):
         document = distil(recording(of=of))
         assert document is not None
@@ -207,7 +207,7 @@ def test_each_workload_is_rated_by_its_own_shape(capsys: pytest.CaptureFixture[s
         for block_size, speed in document["speeds"].items():
             best = block_size == ("256" if of is smol else "8")
             speed["kv_bytes_per_second"] = 4e10 if best else 1e9
-        stored.save_rates(document, Shape.of(of).name())
+        stored.save_rates(document, ModelShape.of(of).name())
         if of is llama:
             run.profile = profiles.from_json(document)
     serve(
@@ -229,7 +229,7 @@ def test_each_workload_is_rated_by_its_own_shape(capsys: pytest.CaptureFixture[s
     assert max(map(len, text.splitlines())) <= 80
 
 
-def serve_alone(run: Run, name: str) -> tuple[object, ...]:
+def serve_alone(run: TuningRun, name: str) -> tuple[object, ...]:
     """What `recommend` says of the third workload."""
     profile, _, _ = find(model(name), "cpu")
     assert profile is not None
@@ -239,7 +239,7 @@ def serve_alone(run: Run, name: str) -> tuple[object, ...]:
 def test_rates_of_another_shape_are_taken_where_nothing_could_be_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(device.identity("cpu"))
+    run = TuningRun(device.identity("cpu"))
     document = distil(recording())
     assert document is not None
     run.profile = profiles.from_json(document)

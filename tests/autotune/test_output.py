@@ -25,8 +25,8 @@ from pagedkern.autotune.cli import main
 from pagedkern.autotune.profile import Profile
 from pagedkern.autotune.recommend import known
 from pagedkern.autotune.report import serving, terminal
-from pagedkern.autotune.report.console import Column, Output, Row, console_on, plain, show_table
-from pagedkern.autotune.runs import Run, serve
+from pagedkern.autotune.report.console import Column, Output, TableRow, console_on, plain, show_table
+from pagedkern.autotune.runs import TuningRun, serve
 from pagedkern.autotune.workloads import model
 from tests.autotune.recordings import recording
 from tests.autotune.test_cli import SHAPE
@@ -169,7 +169,7 @@ def shown(width: int, show: object) -> str:
 class Filled:
     """A run, and the store that it left."""
 
-    run: Run
+    run: TuningRun
     choices: list[store.StoreEntry]
     profiles: list[tuple[str, Path, Profile]]
 
@@ -254,7 +254,7 @@ def folded(text: str) -> str:
 def test_no_table_is_cut_at_any_width(cells: list[list[str]], folds: tuple[bool, ...], width: int) -> None:
     columns = [Column(name, right=i == 1, folds=fold) for i, (name, fold) in enumerate(zip("abc", folds, strict=True))]
     file = io.StringIO()
-    show_table(console_on(file, width=width), columns, [Row(row) for row in cells])
+    show_table(console_on(file, width=width), columns, [TableRow(row) for row in cells])
     text = file.getvalue()
     assert max(map(len, text.splitlines()), default=0) <= width
     for character in "xyz0189_=()":  # of the cells alone

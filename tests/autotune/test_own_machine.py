@@ -19,7 +19,7 @@ from pagedkern import recommend
 from pagedkern._selection import choose
 from pagedkern.autotune import profile as profiles
 from pagedkern.autotune import store
-from pagedkern.autotune.profile import Shape
+from pagedkern.autotune.profile import ModelShape
 from pagedkern.autotune.recommend import find, known
 from pagedkern.autotune.store import Key, device, files, machines
 from pagedkern.autotune.store import profiles as stored
@@ -188,7 +188,7 @@ def test_threads_come_before_shapes(here: Identity, base: dict[str, Any]) -> Non
     profile, tier, _ = find(model("smollm2-135m"), "cpu")
     assert profile is not None
     assert (profile.shape.head_dim, tier) == (64, "tuned-nearest")
-    assert Shape.of(LLAMA) != profile.shape
+    assert ModelShape.of(LLAMA) != profile.shape
 
 
 def test_a_damaged_file_of_this_machine_is_passed_over(here: Identity, base: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from pagedkern.autotune import records, workloads
 from pagedkern.autotune.decision import decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.objective import best, score
-from pagedkern.autotune.profile import Profile, Shape, choices_of, distil, from_json, rates_of, to_json
+from pagedkern.autotune.profile import ModelShape, Profile, choices_of, distil, from_json, rates_of, to_json
 from pagedkern.autotune.records import Journal, Recording, load, take_up
 from pagedkern.autotune.replay import ReplayRunner, SearchResult, exhaustive, regret, replay
 from pagedkern.autotune.search import search
@@ -263,7 +263,7 @@ def test_a_profile_is_written_and_read(recorded: Recording) -> None:
     document = distil(recorded)
     assert document is not None
     profile = from_json(json.loads(json.dumps(document)))
-    assert profile.shape == Shape(32, 8, 128, "float32", "float32", (None,), False)
+    assert profile.shape == ModelShape(32, 8, 128, "float32", "float32", (None,), False)
     assert isinstance(profile, Profile)
     assert {k: v for k, v in document.items() if k != "choices"} == to_json(profile)
     kept = choices_of(recorded.spaces[0], recorded.logs[0], decide(recorded.spaces[0], recorded.logs[0]))
@@ -315,7 +315,7 @@ def test_a_shipped_profile_is_distilled_from_its_records(path: Path) -> None:
 @pytest.mark.parametrize("name", workloads.names())
 def test_the_search_is_as_good_on_the_records_of_real_machines(path: Path, name: str) -> None:
     real = load(ROOT / "autotune" / "records" / f"{path.stem}.jsonl")
-    assert Shape.of_problems([space.workload for space in real.spaces]) == Shape.of(LLAMA)
+    assert ModelShape.of_problems([space.workload for space in real.spaces]) == ModelShape.of(LLAMA)
     found = regret(replay(real), workloads.load(name), LLAMA, 8 * workloads.load(name).limit * LLAMA.token_bytes)
     assert found is not None
     assert found.share <= 0.03, found

@@ -13,7 +13,7 @@ from pagedkern.autotune import store
 from pagedkern.autotune.decision import decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.report import console, document, progress, terminal
-from pagedkern.autotune.runs import Outcome, Run
+from pagedkern.autotune.runs import Outcome, TuningRun
 from pagedkern.autotune.space import Candidate, Space, Workload, workloads
 from pagedkern.autotune.store import Measurement
 from pagedkern.backends.base import Problem
@@ -45,16 +45,16 @@ def recorded(workload: Workload, rounds: int = 11) -> Outcome:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> TuningRun:
     decode, prefill = workloads("cpu")
-    run = Run({"type": "cpu", "name": "A processor [64 cores]", "threads": 2, "arch": "x86_64"})
+    run = TuningRun({"type": "cpu", "name": "A processor [64 cores]", "threads": 2, "arch": "x86_64"})
     run.outcomes = [recorded(decode), recorded(prefill, rounds=3)]
     run.outcomes[0].stored = {16: tmp_path / "a.json", 32: tmp_path / "b.json", 256: tmp_path / "c.json"}
     run.unusable = ["triton: no module named 'triton': pip install pagedkern[triton]"]
     return run
 
 
-def printed(run: Run, width: int = 80, every: bool = False) -> str:
+def printed(run: TuningRun, width: int = 80, every: bool = False) -> str:
     file = io.StringIO()
     terminal.show_run(Console(file=file, width=width), run, every=every)
     return file.getvalue()
@@ -62,7 +62,7 @@ def printed(run: Run, width: int = 80, every: bool = False) -> str:
 
 @pytest.mark.parametrize("width", [80, 100, 200])
 @pytest.mark.parametrize("every", [False, True])
-def test_the_table_fits_and_says_what_there_is(run: Run, width: int, every: bool) -> None:
+def test_the_table_fits_and_says_what_there_is(run: TuningRun, width: int, every: bool) -> None:
     text = printed(run, width, every)
     lines = text.splitlines()
     assert all(len(line) <= width for line in lines if "/" not in line)  # a path may be longer than any line
@@ -90,7 +90,7 @@ def test_the_table_fits_and_says_what_there_is(run: Run, width: int, every: bool
     assert run.exit_code == 0  # in prefill nothing was proved, but the untuned choice ran in the finals
 
 
-def test_time_too_short_for_the_finals_of_the_untuned_choice(run: Run) -> None:
+def test_time_too_short_for_the_finals_of_the_untuned_choice(run: TuningRun) -> None:
     prefill = run.outcomes[1]
     for times in prefill.log.finals:
         del times[prefill.space.baseline]
@@ -100,7 +100,7 @@ def test_time_too_short_for_the_finals_of_the_untuned_choice(run: Run) -> None:
     assert run.exit_code == 1
 
 
-def test_the_figures_of_a_row(run: Run) -> None:
+def test_the_figures_of_a_row(run: TuningRun) -> None:
     decode = run.outcomes[0]
     row = next(line for line in printed(run, 120).splitlines() if line.split()[:1] == ["16"])
     gb = decode.space.workload.kv_bytes / 0.006 / 1e9
@@ -111,7 +111,7 @@ def test_the_figures_of_a_row(run: Run) -> None:
     assert "untuned" in row
 
 
-def test_the_document_is_plain_json(run: Run) -> None:
+def test_the_document_is_plain_json(run: TuningRun) -> None:
     made = json.loads(json.dumps(document.document(run), allow_nan=False))
     decode, prefill = made["problems"]
     assert decode["best"]["block_size"] == 32
@@ -130,14 +130,14 @@ def test_the_document_is_plain_json(run: Run) -> None:
 def test_a_run_without_candidates_or_backends() -> None:
     decode, _ = workloads("cpu")
     empty = Space(decode, (), ("block size 16: none",))
-    run = Run({"type": "cpu", "name": "P", "threads": 1}, [Outcome(empty, Log(), decide(empty, Log()))])
+    run = TuningRun({"type": "cpu", "name": "P", "threads": 1}, [Outcome(empty, Log(), decide(empty, Log()))])
     assert "No backend of this machine computes this" in printed(run)
     json.dumps(document.document(run), allow_nan=False)
     assert run.exit_code == 1
-    assert Run({"type": "cpu", "name": "P", "threads": 1}).exit_code == 1
+    assert TuningRun({"type": "cpu", "name": "P", "threads": 1}).exit_code == 1
 
 
-def test_exit_codes(run: Run) -> None:
+def test_exit_codes(run: TuningRun) -> None:
     run.outcomes.pop()
     assert run.exit_code == 0
     run.outcomes[0].not_stored = "OSError: read-only"

@@ -21,12 +21,12 @@ from pagedkern.autotune.cli import main
 from pagedkern.autotune.cli import tune as command
 from pagedkern.autotune.decision import decide
 from pagedkern.autotune.process import Process
-from pagedkern.autotune.profile import Profile, Shape
+from pagedkern.autotune.profile import ModelShape, Profile
 from pagedkern.autotune.recommend import recommend_by
 from pagedkern.autotune.records import Journal
 from pagedkern.autotune.report import console, serving
 from pagedkern.autotune.report.formats import bar_text
-from pagedkern.autotune.runs import Outcome, Run, Serving
+from pagedkern.autotune.runs import Outcome, Serving, TuningRun
 from pagedkern.autotune.store import files
 from pagedkern.errors import InvalidArgument
 from tests.autotune.test_advice import SMALL, TRUTH, machine, rates
@@ -49,7 +49,7 @@ def test_a_bar_is_shown_where_there_is_one(sizes: tuple[int, ...]) -> None:
     """The usual block size has none, for bars are beside it: what is alike has. ±0.0 % would be taken for certainty."""
     measured = rates(machine(TRUTH, 0.02))
     measured = replace(measured, speeds={b: measured.speeds[b] for b in sizes})
-    profile = Profile({}, Shape.of(SMALL), measured, {}, "", "", "")
+    profile = Profile({}, ModelShape.of(SMALL), measured, {}, "", "", "")
     chat = workloads.load("chat")
     found = recommend_by(profile, "tuned", "", chat, SMALL, 24 * 10**9)
     file = io.StringIO()
@@ -72,7 +72,7 @@ def test_it_says_whether_anything_ran_beside_the_untuned_choice(rivals: int) -> 
     finalists = [space.baseline, *(c for c in space.candidates if c != space.baseline)][: rivals + 1]
     log.finals = [dict.fromkeys(finalists, 0.01) for _ in range(9)]
     outcome = Outcome(space, log, decide(space, log), {16: Path("/store/a.json")})
-    text = " ".join(printed(Run({"type": "cpu", "name": "A processor", "threads": 2}, [outcome])).split())
+    text = " ".join(printed(TuningRun({"type": "cpu", "name": "A processor", "threads": 2}, [outcome])).split())
     assert ["(9 rounds) it was alone", "the other was not faster by 2%", "none of 2 others was faster"][rivals] in text
     assert "Stored (1 choice):" in text
 
@@ -123,7 +123,7 @@ def test_records_that_are_cut_are_called_so(tmp_path: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert reasons == ["File too large"]
-    run = Run({"type": "cpu", "name": "A processor", "threads": 2}, records=path, records_cut=reasons[0])
+    run = TuningRun({"type": "cpu", "name": "A processor", "threads": 2}, records=path, records_cut=reasons[0])
     text = " ".join(printed(run).split())
     assert "Measurements are in, until no more could be written (File too large)" in text
     assert "Every measurement" not in text

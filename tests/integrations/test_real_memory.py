@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import pagedkern.integrations.transformers as paged
 from pagedkern.integrations.transformers.generation import forward
-from pagedkern.integrations.transformers.run import PackedCache, Run, most_blocks
+from pagedkern.integrations.transformers.run import GenerationRun, PackedCache, most_blocks
 from pagedkern.integrations.transformers.sampling import Sampling
 from pagedkern.scheduler import Costs
 from tests.integrations.conftest import Real
@@ -112,7 +112,7 @@ def test_32_prompts_with_memory_for_8(real: Real, crowd: Crowd, policy: str) -> 
         num_host_blocks=num_blocks if policy in ("swap", "auto") else 0,
         prefix_caching=True,
     )
-    run = Run(cache, crowd.prompts, 1, NEW_TOKENS, (), Sampling(), **options)
+    run = GenerationRun(cache, crowd.prompts, 1, NEW_TOKENS, (), Sampling(), **options)
     real.model.set_attn_implementation(paged.NAME)
     with torch.inference_mode():
         while not run.finished:

@@ -13,7 +13,7 @@ import torch
 
 import pagedkern.integrations.transformers as paged
 from pagedkern.integrations.transformers import generation
-from pagedkern.integrations.transformers.run import Inputs, PackedCache, Run, most_blocks
+from pagedkern.integrations.transformers.run import GenerationRun, Inputs, PackedCache, most_blocks
 from pagedkern.integrations.transformers.sampling import Sampling
 from tests.integrations.conftest import NEW_TOKENS, Judge
 from tests.integrations.fan import Fan
@@ -43,7 +43,7 @@ def test_generate(judge: Judge) -> None:
     for backend, size in CONFIGURATIONS:
         blocks = sum(most_blocks(len(prompt), 1, NEW_TOKENS, size) for prompt in judge.prompts)
         cache = PackedCache(judge.model.config, num_blocks=blocks, block_size=size, backend=backend)
-        batches.append(Run(cache, judge.prompts, 1, NEW_TOKENS, (), Sampling()))
+        batches.append(GenerationRun(cache, judge.prompts, 1, NEW_TOKENS, (), Sampling()))
     worst = [0.0] * len(batches)
     judge.model.set_attn_implementation(paged.NAME)
     with torch.inference_mode():

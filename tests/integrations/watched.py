@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from pagedkern.integrations.transformers.generation import forward
-from pagedkern.integrations.transformers.run import Inputs, PackedCache, Run
+from pagedkern.integrations.transformers.run import GenerationRun, Inputs, PackedCache
 from pagedkern.integrations.transformers.sampling import Sampling
 
 
-class Watched(Run):
+class Watched(GenerationRun):
     """Audits scheduler and allocator at every step, and keeps what was planned."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
     options.add_json(parser.add_argument)
     given = parser.parse_args(argv)
     from pagedkern.autotune.replay import regret, replay
-    from pagedkern.autotune.report.console import Column, Row, console, show_table
+    from pagedkern.autotune.report.console import Column, TableRow, console, show_table
     from pagedkern.autotune.report.formats import digits
 
     recorded = options.records(given.file)
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
         if found is not None:
             sizes = [str(score.block_size) for score in (found.chosen, found.optimum)]
             cells = [*sizes, digits(found.chosen.tokens_per_second), f"{found.share:.2%}"]
-        lines.append(Row([name, *cells]))
+        lines.append(TableRow([name, *cells]))
     show_table(console(), columns, lines)
     return 0
 

@@ -18,7 +18,7 @@ from pagedkern.errors import InvalidArgument
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pagedkern.autotune.api import Plan
+    from pagedkern.autotune.api import TunePlan
     from pagedkern.autotune.runner import Runner
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -109,7 +109,7 @@ def run(argv: Sequence[str]) -> int:
     return _tune(given, planned)
 
 
-def _tune(given: argparse.Namespace, planned: Plan) -> int:
+def _tune(given: argparse.Namespace, planned: TunePlan) -> int:
     from pagedkern.autotune import api
     from pagedkern.autotune.report import document, progress, terminal
 
@@ -138,7 +138,7 @@ def _here(space: spaces.Space, seed: int) -> Runner:
     return Bench(space, seed)
 
 
-def _show_plan(given: argparse.Namespace, planned: Plan) -> None:
+def _show_plan(given: argparse.Namespace, planned: TunePlan) -> None:
     from pagedkern.autotune.report import document, terminal
 
     problems = planned.order.workloads

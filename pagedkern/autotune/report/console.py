@@ -163,7 +163,7 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A row of a table: cells as plain text, its style, and whether a new group begins with it."""
 
     cells: Sequence[str]
@@ -171,7 +171,7 @@ class Row:
     begins: bool = False
 
 
-def show_table(out: Console, columns: Sequence[Column], rows: Sequence[Row]) -> None:
+def show_table(out: Console, columns: Sequence[Column], rows: Sequence[TableRow]) -> None:
     """Print a table, folded as far as need be; a list of its rows where it does not fit at all."""
     from rich import box
     from rich.cells import cell_len
@@ -201,7 +201,7 @@ def show_table(out: Console, columns: Sequence[Column], rows: Sequence[Row]) -> 
     out.print(table)
 
 
-def _show_list(out: Console, columns: Sequence[Column], rows: Sequence[Row]) -> None:
+def _show_list(out: Console, columns: Sequence[Column], rows: Sequence[TableRow]) -> None:
     """Each row as a paragraph: its first cell, and what the others are."""
     for row in rows:
         named = [f"{column.name} {cell}".strip() for column, cell in zip(columns, row.cells, strict=True) if cell]

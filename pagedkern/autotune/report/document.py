@@ -9,13 +9,13 @@ from pathlib import Path
 from pagedkern.autotune.decision import ERROR_RATE, compare
 from pagedkern.autotune.profile import Profile, to_json
 from pagedkern.autotune.recommend import Recommendation
-from pagedkern.autotune.runs import Outcome, Run, Serving
+from pagedkern.autotune.runs import Outcome, Serving, TuningRun
 from pagedkern.autotune.space import Candidate, Space
 from pagedkern.autotune.store import StoreEntry
 from pagedkern.autotune.store import device as machine
 
 
-def document(run: Run) -> dict[str, object]:
+def document(run: TuningRun) -> dict[str, object]:
     """Everything that was measured and decided, as a JSON object."""
     return {
         "device": dict(run.device),

@@ -11,7 +11,7 @@ from pagedkern.autotune.advice import advise
 from pagedkern.autotune.decision import decide
 from pagedkern.autotune.log import Log
 from pagedkern.autotune.objective import Score, best, score
-from pagedkern.autotune.profile import Shape
+from pagedkern.autotune.profile import ModelShape
 from pagedkern.autotune.rates import Rates
 from pagedkern.autotune.rating import rates_of
 from pagedkern.autotune.records import Recording
@@ -110,8 +110,12 @@ def _kernels(space: Space, log: Log) -> list[str]:
 
 
 def _other_shape(recorded: Recording, model: Model) -> str:
-    shape = Shape.of_problems([space.workload for space in recorded.spaces]) if recorded.spaces else Shape.of(model)
-    return "" if shape == Shape.of(model) else f" The rates are of another shape, {shape.name()}."
+    shape = (
+        ModelShape.of_problems([space.workload for space in recorded.spaces])
+        if recorded.spaces
+        else ModelShape.of(model)
+    )
+    return "" if shape == ModelShape.of(model) else f" The rates are of another shape, {shape.name()}."
 
 
 def _score_cells(s: Score, most: Score | None) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pagedkern.autotune.advice import listed
 from pagedkern.autotune.objective import USUAL_BLOCK_SIZE, Score
 from pagedkern.autotune.recommend import Recommendation
-from pagedkern.autotune.report.console import Column, Row, say, show_table
+from pagedkern.autotune.report.console import Column, TableRow, say, show_table
 from pagedkern.autotune.report.formats import bar_text, digits, time_text
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def _show_model(console: Console, served: Sequence[Serving]) -> None:
         found = one.advice
         usual = next((s for s in found.scores if s.block_size == USUAL_BLOCK_SIZE), None)
         if found.tokens_per_second is None:
-            rows.append(Row([one.traffic.name, *"----"]))
+            rows.append(TableRow([one.traffic.name, *"----"]))
             continue
         against = f"{found.tokens_per_second / usual.tokens_per_second:.3f}x" if usual else "-"
-        rows.append(Row([one.traffic.name, str(found.block_size), _tokens(found), against, alike_text(found)]))
+        rows.append(TableRow([one.traffic.name, str(found.block_size), _tokens(found), against, alike_text(found)]))
     show_table(console, [*columns, Column("block sizes that are alike", folds=True)], rows)
     names = ("fit", "waste", "max_num_seqs", "token_budget")
     rows = []
@@ -48,7 +48,7 @@ def _show_model(console: Console, served: Sequence[Serving]) -> None:
         chosen = next((s for s in found.scores if s.block_size == found.block_size), None)
         if chosen is not None:
             limits = [str(found.max_num_seqs), f"{found.token_budget:,}"]
-            rows.append(Row([one.traffic.name, digits(chosen.concurrency), f"{chosen.waste:.1%}", *limits]))
+            rows.append(TableRow([one.traffic.name, digits(chosen.concurrency), f"{chosen.waste:.1%}", *limits]))
     if rows:
         show_table(console, [Column("workload"), *(Column(name, right=True) for name in names)], rows)
         say(
@@ -71,7 +71,7 @@ def show_terms(console: Console, scores: Sequence[Score], chosen: int) -> None:
         times = [time_text(seconds) for seconds in (s.step_seconds, s.attention_seconds, s.request_seconds)]
         cells = [str(s.block_size), digits(s.concurrency), f"{s.waste:.1%}", *times, f"{s.cached_tokens:,.0f}"]
         cells += [digits(s.tokens_per_second), f"{s.error:.1%}", f"{s.tokens_per_second / most:.1%}"]
-        rows.append(Row(cells, "bold green" if s.block_size == chosen else ""))
+        rows.append(TableRow(cells, "bold green" if s.block_size == chosen else ""))
     show_table(console, [Column(name, right=True) for name in names], rows)
     say(
         console,

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from pagedkern.autotune.decision import ERROR_RATE, MIN_ROUNDS, compare
-from pagedkern.autotune.report.console import Column, Row, say, show_table
+from pagedkern.autotune.report.console import Column, TableRow, say, show_table
 from pagedkern.autotune.report.formats import bar_text, digits, time_text
 from pagedkern.autotune.report.serving import show_served
-from pagedkern.autotune.runs import Outcome, Run
+from pagedkern.autotune.runs import Outcome, TuningRun
 from pagedkern.autotune.store import MIN_GAIN, StoreEntry
 from pagedkern.autotune.store import device as machine
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pagedkern.autotune.space import Candidate, Space
 
 
-def show_run(console: Console, run: Run, every: bool = False) -> None:
+def show_run(console: Console, run: TuningRun, every: bool = False) -> None:
     """Print the table of each problem and what became of it. `every`: also candidates that left early."""
     say(console, machine.describe(run.device), "bold")
     for outcome in run.outcomes:
@@ -64,7 +64,7 @@ def show_stored(console: Console, stored: list[StoreEntry]) -> None:
     for entry in sorted(stored, key=lambda e: (e.path.parent, e.path.name.partition("-b")[0], e.key.block_size)):
         fields = ", ".join(f"{name}={value}" for name, value in entry.tuned.config.items())
         problem, choice = entry.key.filename().removesuffix(".json"), f"{entry.backend}({fields})"
-        rows.append(Row([problem, choice, f"{entry.tuned.gain:.2f}x", entry.tuned.when[:10], entry.state]))
+        rows.append(TableRow([problem, choice, f"{entry.tuned.gain:.2f}x", entry.tuned.when[:10], entry.state]))
     show_table(console, [*columns, Column("when"), Column("state", folds=True)], rows)
     say(
         console,
@@ -82,7 +82,7 @@ def show_rates(console: Console, profiles: list[tuple[str, Path, Profile]]) -> N
     for state, _, profile in profiles:
         fastest = max(profile.rates.speeds.values(), key=lambda speed: speed.kv_bytes_per_second)
         rate = f"{digits(fastest.kv_bytes_per_second / 1e9)}{bar_text(fastest.kv_error)}"
-        rows.append(Row([profile.shape.name(), machine.describe(profile.device), rate, profile.when[:10], state]))
+        rows.append(TableRow([profile.shape.name(), machine.describe(profile.device), rate, profile.when[:10], state]))
     show_table(console, [*columns, Column("when"), Column("state", folds=True)], rows)
     say(
         console,
@@ -105,7 +105,7 @@ def _table(console: Console, outcome: Outcome, every: bool) -> None:
         cells = [str(candidate.block_size), *_figures(outcome, candidate), mark]
         begins = previous != candidate.block_size
         previous = candidate.block_size
-        rows.append(Row([*cells, f"{candidate}{_note(outcome, candidate)}"], style, begins))
+        rows.append(TableRow([*cells, f"{candidate}{_note(outcome, candidate)}"], style, begins))
     show_table(console, [*columns, Column(""), Column("choice", folds=True)], rows)
 
 
@@ -196,7 +196,7 @@ def _untuned_stays(rounds: int, rivals: int) -> str:
     )
 
 
-def _conclusion(run: Run) -> Iterator[str]:
+def _conclusion(run: TuningRun) -> Iterator[str]:
     if any(outcome.log.finals for outcome in run.outcomes):
         yield (
             f"{BEST} best, {CHOSEN} chosen for its block size. Speed: the median over rounds of the ratio to the "
@@ -234,7 +234,7 @@ def _name(outcome: Outcome, several: bool) -> str:
     return f"{outcome.space.workload.kind}{where}"
 
 
-def _one_block_size(run: Run) -> Iterator[str]:
+def _one_block_size(run: TuningRun) -> Iterator[str]:
     """A cache has one block size for decode and prefill: what the best of each does to the other."""
     decided = [(o, o.verdict.best.candidate) for o in run.outcomes if o.verdict.best]
     moved = [(o, best) for o, best in decided if best.block_size != o.space.baseline.block_size]

@@ -61,7 +61,7 @@ class CupyConfig(Config):
             raise InvalidArgument(f"config.{name}: got {value!r}, expected {some}")
 
 
-class Model(NamedTuple):
+class KernelKey(NamedTuple):
     """The part of a problem that decides what is compiled."""
 
     q_dtype: str
@@ -84,9 +84,9 @@ class Model(NamedTuple):
         return -(-self.head_dim // 16) * 16, -(-self.head_dim_v // step) * step
 
 
-def model_of(problem: Problem) -> Model:
+def model_of(problem: Problem) -> KernelKey:
     p = problem
-    return Model(p.q_dtype, p.kv_dtype, p.group, p.head_dim, p.head_dim_v, p.softcap, p.alibi)
+    return KernelKey(p.q_dtype, p.kv_dtype, p.group, p.head_dim, p.head_dim_v, p.softcap, p.alibi)
 
 
 def default_config(problem: Problem) -> CupyConfig:
@@ -128,7 +128,7 @@ def configs(problem: Problem) -> list[CupyConfig]:
 
 
 @lru_cache(maxsize=4096)
-def instance(model: Model, config: CupyConfig, copy: str, prefill: bool) -> Instance:
+def instance(model: KernelKey, config: CupyConfig, copy: str, prefill: bool) -> Instance:
     """What the decode or the prefill kernel is compiled for; `copy` is the path that the caches allow."""
     rows = 16 if model.tensor_cores else 8 if prefill else min(8, 1 << (model.group - 1).bit_length())
     if prefill:

@@ -17,7 +17,7 @@ from pagedkern.abi import ABI_VERSION, DTYPE_CODES
 from pagedkern.abi.structs import AttentionParamsStruct, BatchStruct
 from pagedkern.backends.base import AttentionCall, CopyCall, WriteCall
 from pagedkern.backends.cupy import config as configuration
-from pagedkern.backends.cupy.config import CupyConfig, Model
+from pagedkern.backends.cupy.config import CupyConfig, KernelKey
 from pagedkern.backends.cupy.instance import (
     COPY_CACHES,
     COPY_DIMS,
@@ -41,7 +41,7 @@ PARTIAL_BYTES = 128 << 20  # of partial results, after which the next sequences 
 def attention(call: AttentionCall, config: CupyConfig) -> None:
     """Decode, a merge if keys are split, and prefill if some sequence may have that many queries."""
     run, heads, kv_heads = current_launcher(), call.q.shape[1], call.k_cache.shape[2]
-    model = Model(
+    model = KernelKey(
         NAMES[call.q.dtype], NAMES[call.k_cache.dtype], heads // kv_heads, call.q.shape[2], call.v_cache.shape[3],
         call.softcap is not None, call.alibi_slopes is not None,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from pagedkern.errors import InvalidArgument, InvalidType, Unsupported
 from pagedkern.integrations.transformers.layer import NAME
 from pagedkern.integrations.transformers.result import Completion, GenerationResult
-from pagedkern.integrations.transformers.run import MAX_BATCH_TOKENS, Inputs, PackedCache, Run, most_blocks
+from pagedkern.integrations.transformers.run import MAX_BATCH_TOKENS, GenerationRun, Inputs, PackedCache, most_blocks
 from pagedkern.integrations.transformers.sampling import Sampling
 from pagedkern.integrations.transformers.store import PagedStore, bytes_per_block, count
 from pagedkern.scheduler import Costs
@@ -101,7 +101,7 @@ def generate(
     costs = Costs() if costs is None else costs
     if isinstance(costs, Costs) and costs.bytes_per_block is None:
         costs = replace(costs, bytes_per_block=bytes_per_block(model.config, block_size, dtype or model.dtype))
-    run = Run(
+    run = GenerationRun(
         cache,
         ids,
         n,
@@ -172,7 +172,7 @@ def _token_ids(prompts: List[str] | List[List[int]], tokenizer: Any, vocabulary:
     return result
 
 
-def _result(run: Run, tokenizer: Any, contiguous: int) -> GenerationResult:
+def _result(run: GenerationRun, tokenizer: Any, contiguous: int) -> GenerationResult:
     """`contiguous`: tokens that a contiguous cache reserves for one prompt."""
     kv = run.cache.kv
     assert kv is not None  # the prompts have been computed

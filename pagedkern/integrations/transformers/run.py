@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
     last: list[int]  # [S], places of the tokens whose logits are wanted
 
 
-class Run:
+class GenerationRun:
     """The requests of one `generate` call, and the figures of what ran. It holds no model.
 
     `while not run.finished: run.accept(forward(run.next()))`

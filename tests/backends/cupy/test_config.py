@@ -11,7 +11,7 @@ import torch
 from pagedkern.backends import load
 from pagedkern.backends.base import AttentionCall, Problem
 from pagedkern.backends.cupy import config, launch
-from pagedkern.backends.cupy.config import CupyConfig, Model
+from pagedkern.backends.cupy.config import CupyConfig, KernelKey
 from pagedkern.backends.cupy.launcher import current_launcher
 from pagedkern.errors import InvalidArgument, Unsupported
 
@@ -79,7 +79,7 @@ def test_the_default_depends_on_the_model_only() -> None:
 )
 def test_rows_and_warps(q_dtype: str, kv_dtype: str, group: int, prefill: bool, shape: tuple[object, ...]) -> None:
     """Tensor cores where both operands have 16 bits; warps share keys until a group fills them with rows."""
-    model = Model(q_dtype, kv_dtype, group, 128, 128, False, False)
+    model = KernelKey(q_dtype, kv_dtype, group, 128, 128, False, False)
     made = config.instance(model, CupyConfig(), "async", prefill)
     assert (made.tensor_cores, made.rows, made.row_warps, made.key_warps) == shape
 
