@@ -1,6 +1,6 @@
 """Compile the CuPy backend's kernels for GPUs that need not be here, and tell what became of them.
 
-    python -m benchmarks.cupy_kernels --out docs/cupy_kernels.md     the whole grid, as a page (some minutes)
+    python -m benchmarks.cupy_kernels --out benchmarks/results/cupy_kernels.md  the whole grid (some minutes)
     python -m benchmarks.cupy_kernels --every 10 --nvrtc 12          each tenth kernel, by one NVRTC, printed
 
 NVRTC of CUDA 12 and that of CUDA 13, each in processes of its own, compile exactly what a launch would: the default
@@ -142,7 +142,7 @@ def page(cells: Sequence[Cell], facts: Sequence[Sequence[Facts]], every: int) ->
     lines = [
         "# What NVRTC makes of the CUDA kernels",
         "",
-        f"Written by `{command} --out docs/cupy_kernels.md` with NVRTC {' and '.join(versions)}.",
+        f"Written by `{command} --out benchmarks/results/cupy_kernels.md` with NVRTC {' and '.join(versions)}.",
         "Every kernel is the one that a launch with the default configuration compiles. Shared memory and threads are",
         "those of one block of threads; registers, stack and spills are what ptxas reports; copies are `cp.async` of",
         "16 bytes or `cp.async.bulk` instructions, products `mma.sync.m16n8k16`, both counted in the PTX. Where the",

@@ -1,6 +1,6 @@
 """Compile the kernels of the Numba CUDA backend for GPUs that need not be here, and tell what became of them.
 
-    python -m benchmarks.numba_cuda_aot --out docs/numba_cuda_kernels.md   the whole grid, as a page
+    python -m benchmarks.numba_cuda_aot --out benchmarks/results/numba_cuda_kernels.md   the whole grid, as a page
     python -m benchmarks.numba_cuda_aot --every 20 --json                  each 20th cell, one JSON object a line
 
 Numba compiles to PTX, ptxas (of CUDA, or of the package nvidia-cuda-nvcc) to machine code; nothing runs. The
@@ -41,7 +41,8 @@ SOME_DTYPES = [("bfloat16", "bfloat16"), ("float32", "float32")]
 PAGE = """\
 # What the Numba CUDA kernels compile to
 
-Made by `python -m benchmarks.numba_cuda_aot --out docs/numba_cuda_kernels.md` with numba-cuda {numba} and {ptxas};
+Made by `python -m benchmarks.numba_cuda_aot --out benchmarks/results/numba_cuda_kernels.md`
+with numba-cuda {numba} and {ptxas};
 do not edit. Each kernel was compiled for each GPU with the default configuration. A field tells the registers of a
 thread, the KiB of shared memory of a block, the loads of 16 bytes from global memory that the PTX holds (of all loads
 from global memory, asynchronous copies included; the others fetch block ids, lengths and single numbers), and bytes

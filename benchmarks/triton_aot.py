@@ -1,6 +1,6 @@
 """Compile the Triton backend for GPUs that need not be here, and tell what became of its kernels.
 
-    python -m benchmarks.triton_aot --out docs/triton_aot.md       a representative grid, as a page
+    python -m benchmarks.triton_aot --out benchmarks/results/triton_aot.md       a representative grid, as a page
     python -m benchmarks.triton_aot --every 1 --out FILE           the whole grid: an hour and a half of a CPU's time
     python -m benchmarks.triton_aot --every 20 --json              each 20th cell of it, one JSON object a line
 

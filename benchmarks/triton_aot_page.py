@@ -10,7 +10,8 @@ from benchmarks.triton_aot import SHARED_BYTES, Compiled, Failed, Result
 INTRODUCTION = """\
 # What the Triton kernels compile to
 
-Made by `python -m benchmarks.triton_aot --out docs/triton_aot.md` with triton {triton} and {ptxas}; do not edit.
+Made by `python -m benchmarks.triton_aot --out benchmarks/results/triton_aot.md`
+with triton {triton} and {ptxas}; do not edit.
 
 {kernels} kernels of {cells} calls, each with its default configuration, were compiled by making the call with a driver
 that runs nothing. K and V have head_dim {dims} (K/V where they differ), queries and cache are

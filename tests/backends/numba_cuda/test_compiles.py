@@ -1,4 +1,4 @@
-"""The kernels compiled for real GPUs, by Numba and ptxas. docs/numba_cuda_kernels.md shows the whole grid."""
+"""The kernels compiled for real GPUs, by Numba and ptxas. benchmarks/results/numba_cuda_kernels.md shows all."""
 
 from __future__ import annotations
 
