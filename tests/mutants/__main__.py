@@ -2,7 +2,8 @@
 
 Each file `PART.toml` beside this one has the tests of a part, as arguments of pytest, and the faults that they have to
 find: in which file, which lines, and what stands there instead. The tree is copied for it, the checkout stays as it is.
-Exits 1 if a fault was not found, or if the lines of one stand nowhere any more.
+First the tests run on a copy without a fault, for a test that fails anyway finds nothing. Exits 1 if that fails, if a
+fault was not found, or if the lines of one stand nowhere any more.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,16 +19,19 @@ import time
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 LIMIT = 900  # seconds for the tests of one fault
+FAILURES = ("FAILED", "ERROR")  # how lines of pytest's summary begin
+GOOD = ("found", "passes")
 COPIED = (
     "benchmarks",
     "docs",
@@ -65,8 +70,8 @@ class Outcome:
     """What the tests made of a fault."""
 
     fault: Fault
-    verdict: str  # "found", "NOT FOUND" or why it could not be planted
-    by: str  # the first test that failed
+    verdict: str  # "found", "NOT FOUND", why it could not be planted, or that the tests fail without it
+    first: str  # the test that failed first
     seconds: float
 
 
@@ -81,50 +86,69 @@ def faults(parts: list[str]) -> Iterator[Fault]:
 
 
 @contextmanager
-def copied() -> Iterator[Path]:
+def copied(root: Path) -> Iterator[Path]:
     """A copy of the tree, with the kernels that are compiled already."""
     with tempfile.TemporaryDirectory(prefix="pagedkern-mutant-") as folder:
         tree = Path(folder)
         for name in COPIED:
-            source = ROOT / name
+            source = root / name
             if source.is_dir():
                 shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
+            elif source.exists():
                 shutil.copy2(source, tree / name)
-        if (ROOT / "build" / "kernels").is_dir():
-            shutil.copytree(ROOT / "build" / "kernels", tree / "build" / "kernels")
+        if (root / "build" / "kernels").is_dir():
+            shutil.copytree(root / "build" / "kernels", tree / "build" / "kernels")
         yield tree
 
 
-def judge(fault: Fault) -> Outcome:
+def run(tests: tuple[str, ...], tree: Path) -> tuple[int, str]:
+    """pytest's exit status for these tests of a tree, which end with the first failure, and the test that failed."""
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    with subprocess.Popen(
+        command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return int(pytest.ExitCode.TESTS_FAILED), f"the tests hang for {LIMIT} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+    failed = [line.partition(" ")[2].split(" - ")[0] for line in printed.splitlines() if line.startswith(FAILURES)]
+    return process.returncode, failed[0] if failed else ""
+
+
+def judge(fault: Fault, root: Path = ROOT) -> Outcome:
     """Plant the fault in a copy and run its tests until one fails."""
     begin = time.monotonic()
-    with copied() as tree:
+    with copied(root) as tree:
         try:
             fault.plant(tree)
         except (OSError, ValueError) as error:
             return Outcome(fault, f"not planted: {error}", "", 0.0)
-        env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.tests]
-        try:
-            done = subprocess.run(
-                command, cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
-            )
-            status, printed = done.returncode, done.stdout
-        except subprocess.TimeoutExpired:
-            status, printed = 1, "FAILED the tests hang - \n"
-    failed = [
-        line.split(" - ")[0].partition(" ")[2] for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))
-    ]
-    verdict = {0: "NOT FOUND", 1: "found", 2: "found"}.get(status, f"pytest exits with {status}")
-    return Outcome(fault, verdict, failed[0] if failed else "", time.monotonic() - begin)
+        status, first = run(fault.tests, tree)
+    verdicts = {
+        pytest.ExitCode.OK: "NOT FOUND", pytest.ExitCode.TESTS_FAILED: "found", pytest.ExitCode.INTERRUPTED: "found",
+    }  # fmt: skip
+    return Outcome(fault, verdicts.get(status, f"pytest exits with {status}"), first, time.monotonic() - begin)
+
+
+def without_fault(tests: tuple[str, ...], root: Path = ROOT) -> Outcome:
+    """Run tests on a copy as it is."""
+    begin = time.monotonic()
+    with copied(root) as tree:
+        status, first = run(tests, tree)
+    verdict = "passes" if status == pytest.ExitCode.OK else f"FAILS ANYWAY: pytest exits with {status}"
+    fault = Fault("", f"none: {' '.join(tests)}", "", "", "", tests)
+    return Outcome(fault, verdict, first, time.monotonic() - begin)
 
 
 def show(outcomes: list[Outcome]) -> None:
     table = Table("part", "fault", "verdict", "first test that failed", "s")
     for each in outcomes:
-        style = None if each.verdict == "found" else "bold red"
-        table.add_row(each.fault.part, each.fault.what, each.verdict, each.by, f"{each.seconds:.0f}", style=style)
+        style = None if each.verdict in GOOD else "bold red"
+        table.add_row(each.fault.part, each.fault.what, each.verdict, each.first, f"{each.seconds:.0f}", style=style)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
@@ -141,9 +165,11 @@ def main() -> int:
             f"PART: got {' '.join(given.parts)}, expected {', '.join(p.stem for p in sorted(HERE.glob('*.toml')))}"
         )
     with ThreadPoolExecutor(given.jobs) as pool:
-        outcomes = list(pool.map(judge, chosen))
+        outcomes = list(pool.map(without_fault, dict.fromkeys(fault.tests for fault in chosen)))
+        if all(each.verdict in GOOD for each in outcomes):
+            outcomes += pool.map(judge, chosen)
     show(outcomes)
-    return int(any(each.verdict != "found" for each in outcomes))
+    return int(any(each.verdict not in GOOD for each in outcomes))
 
 
 if __name__ == "__main__":
