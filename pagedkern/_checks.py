@@ -90,7 +90,7 @@ def dtype(name: str, value: Tensor, *accepted: torch.dtype) -> None:
         refuse(name, f"dtype {value.dtype}", " or ".join(map(str, accepted)))
 
 
-def device(name: str, value: Tensor, expected: torch.device, of: str) -> None:
+def device(name: str, value: Tensor, expected: torch.device, like_name: str) -> None:
     if value.device != expected:
         refuse(name, f"a tensor on {value.device}", f"{expected}, where {of} is")
 
@@ -106,12 +106,12 @@ def last_contiguous(name: str, value: Tensor) -> None:
 
 
 def index_vector(
-    name: str, value: object, length: int | None, axes: str, like: Tensor, of: str, *kinds: torch.dtype
+    name: str, value: object, length: int | None, axes: str, like: Tensor, like_name: str, *kinds: torch.dtype
 ) -> Tensor:
     """A contiguous vector of integers of one of the dtypes `kinds`, on the device of `like`."""
     result = tensor(name, value, 1, axes)
     dtype(name, result, *kinds)
-    device(name, result, like.device, of)
+    device(name, result, like.device, like_name)
     if length is not None:
         shape(name, result, (length,), axes)
     last_contiguous(name, result)

@@ -139,8 +139,8 @@ def _claim(path: Path) -> tuple[Path, IO[str]]:
 
 def _lines(recorded: Recording) -> Iterator[Record]:
     """The records of a run, in an order in which they could have come."""
-    of = {"device": dict(recorded.device), "when": recorded.when, "load": recorded.load, "driver": recorded.driver}
-    yield {"record": "run", "format": FORMAT, **of}
+    run = {"device": dict(recorded.device), "when": recorded.when, "load": recorded.load, "driver": recorded.driver}
+    yield {"record": "run", "format": FORMAT, **run}
     for number, (space, log, code) in enumerate(zip(recorded.spaces, recorded.logs, recorded.code, strict=True)):
         candidates = [[c.block_size, c.backend, c.fields, c.is_default] for c in space.candidates]
         yield {

@@ -59,9 +59,9 @@ def tokens_per_second(
     return _Load(traffic, model, rates, score).tokens_per_second(max_num_seqs, token_budget)
 
 
-def _multiple(count: int, of: int) -> int:
+def _multiple(count: int, unit: int) -> int:
     """The least multiple of `of` that is no less than `count`."""
-    return -(-count // of) * of
+    return -(-count // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)

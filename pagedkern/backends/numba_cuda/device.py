@@ -72,10 +72,10 @@ def copy_vector(typingctx: Any, dst: Any, i: Any, src: Any, j: Any, count: Any) 
 
     dst and src are pointers or shared arrays of one dtype; count is a constant.
     """
-    to, of = _Vector(dst, count), _Vector(src, count)
+    to, origin = _Vector(dst, count), _Vector(src, count)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        words = builder.load(of.address(context, builder, args[2], args[3]), align=of.size)
+        words = builder.load(origin.address(context, builder, args[2], args[3]), align=origin.size)
         builder.store(words, to.address(context, builder, args[0], args[1]), align=to.size)
         return context.get_dummy_value()
 
@@ -85,15 +85,15 @@ def copy_vector(typingctx: Any, dst: Any, i: Any, src: Any, j: Any, count: Any) 
 @instruction
 def load_vector(typingctx: Any, registers: Any, i: Any, src: Any, j: Any, count: Any) -> Any:
     """registers[i : i+count] = src[j : j+count] by one load, into a local array that lives in registers."""
-    to, of = _Vector(registers, count), _Vector(src, count)
+    to, origin = _Vector(registers, count), _Vector(src, count)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        words = builder.load(of.address(context, builder, args[2], args[3]), align=of.size)
-        for n in range(of.lanes):
-            word = builder.extract_element(words, ir.IntType(32)(n // of.per_word))
-            bits = builder.lshr(word, of.word(n % of.per_word * of.bits))
+        words = builder.load(origin.address(context, builder, args[2], args[3]), align=origin.size)
+        for n in range(origin.lanes):
+            word = builder.extract_element(words, ir.IntType(32)(n // origin.per_word))
+            bits = builder.lshr(word, origin.word(n % origin.per_word * origin.bits))
             target = to.element(context, builder, args[0], args[1], n)
-            code = builder.trunc(bits, ir.IntType(of.bits)) if of.bits < of.word.width else bits
+            code = builder.trunc(bits, ir.IntType(origin.bits)) if origin.bits < origin.word.width else bits
             builder.store(builder.bitcast(code, target.type.pointee), target)
         return context.get_dummy_value()
 
@@ -103,7 +103,7 @@ def load_vector(typingctx: Any, registers: Any, i: Any, src: Any, j: Any, count:
 @instruction
 def store_vector(typingctx: Any, dst: Any, i: Any, registers: Any, j: Any, count: Any) -> Any:
     """dst[i : i+count] = registers[j : j+count] by one store, from a local array that lives in registers."""
-    to, of = _Vector(dst, count), _Vector(registers, count)
+    to, origin = _Vector(dst, count), _Vector(registers, count)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.VectorType(to.word, to.words)
@@ -111,7 +111,7 @@ def store_vector(typingctx: Any, dst: Any, i: Any, registers: Any, j: Any, count
         for m in range(to.words):
             word = to.word(0)
             for n in range(to.per_word):
-                code = builder.load(of.element(context, builder, args[2], args[3], m * to.per_word + n))
+                code = builder.load(origin.element(context, builder, args[2], args[3], m * to.per_word + n))
                 bits = builder.bitcast(code, ir.IntType(to.bits))
                 if to.bits < to.word.width:
                     bits = builder.shl(builder.zext(bits, to.word), to.word(n * to.bits))
@@ -132,17 +132,20 @@ def copy_async(typingctx: Any, dst: Any, i: Any, src: Any, j: Any, count: Any) -
 
     Of 4, 8 or 16 bytes; what is shorter is copied at once.
     """
-    to, of = _Vector(dst, count), _Vector(src, count)
+    to, origin = _Vector(dst, count), _Vector(src, count)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target, source = to.address(context, builder, args[0], args[1]), of.address(context, builder, args[2], args[3])
-        if of.size < 4:
-            builder.store(builder.load(source, align=of.size), target, align=of.size)
+        target, source = (
+            to.address(context, builder, args[0], args[1]),
+            origin.address(context, builder, args[2], args[3]),
+        )
+        if origin.size < 4:
+            builder.store(builder.load(source, align=origin.size), target, align=origin.size)
             return context.get_dummy_value()
         shared = builder.ptrtoint(builder.addrspacecast(target, target.type.pointee.as_pointer(3)), ir.IntType(32))
         memory = builder.ptrtoint(builder.addrspacecast(source, source.type.pointee.as_pointer(1)), ir.IntType(64))
         kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32), ir.IntType(64)])
-        cached = "cg" if of.size == 16 else "ca"  # past the first level of the cache, where there is the choice
+        cached = "cg" if origin.size == 16 else "ca"  # past the first level of the cache, where there is the choice
         code = f"cp.async.{cached}.shared.global [$0], [$1], {of.size};"
         builder.call(ir.InlineAsm(kind, code, "r,l,~{memory}", side_effect=True), [shared, memory])
         return context.get_dummy_value()
