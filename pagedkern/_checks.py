@@ -92,7 +92,7 @@ def dtype(name: str, value: Tensor, *accepted: torch.dtype) -> None:
 
 def device(name: str, value: Tensor, expected: torch.device, like_name: str) -> None:
     if value.device != expected:
-        refuse(name, f"a tensor on {value.device}", f"{expected}, where {of} is")
+        refuse(name, f"a tensor on {value.device}", f"{expected}, where {like_name} is")
 
 
 def shape(name: str, value: Tensor, expected: tuple[int, ...], axes: str) -> None:

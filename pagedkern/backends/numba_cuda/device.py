@@ -145,8 +145,8 @@ def copy_async(typingctx: Any, dst: Any, i: Any, src: Any, j: Any, count: Any) -
         shared = builder.ptrtoint(builder.addrspacecast(target, target.type.pointee.as_pointer(3)), ir.IntType(32))
         memory = builder.ptrtoint(builder.addrspacecast(source, source.type.pointee.as_pointer(1)), ir.IntType(64))
         kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32), ir.IntType(64)])
-        cached = "cg" if origin.size == 16 else "ca"  # past the first level of the cache, where there is the choice
-        code = f"cp.async.{cached}.shared.global [$0], [$1], {of.size};"
+        cached = "cg" if origin.size == 16 else "ca"  # "cg" passes over the first level of the cache
+        code = f"cp.async.{cached}.shared.global [$0], [$1], {origin.size};"
         builder.call(ir.InlineAsm(kind, code, "r,l,~{memory}", side_effect=True), [shared, memory])
         return context.get_dummy_value()
 
