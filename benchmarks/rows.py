@@ -81,10 +81,10 @@ def _others(name: str, shape: CallShape, device: str) -> list[str]:
     return [json.dumps(config.to_dict()) for config in backend.configs(problem) if config != default]
 
 
-def as_asked(shape: CallShape, device: str) -> base.CallTensors:
+def as_asked(shape: CallShape, device: str) -> base.Problem:
     """The problem as a backend sees it."""
     queries = shape.query_lens or (1,) * len(shape.seq_lens)
-    return base.CallTensors(
+    return base.Problem(
         device=device, q_dtype=shape.q_dtype, kv_dtype=shape.kv_dtype or shape.q_dtype, num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, head_dim_v=shape.dim_v, block_size=shape.block_size,
         num_seqs=len(shape.seq_lens), num_tokens=sum(queries), max_seqlen_q=max(queries),

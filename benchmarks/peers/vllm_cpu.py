@@ -28,7 +28,7 @@ def attention(problem: CallTensors, meter: Meter) -> Timer:
         raise Missing(f"needs a CPU, measured is {meter.device}")
     without(problem, "quantized", "queries")
     shape = problem.shape
-    mirror = cpu_attention.CallShape(
+    mirror = cpu_attention.Shape(
         len(shape.seq_lens), shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.seq_lens[0], BLOCK_SIZE
     )
     return _Worker(mirror, getattr(torch, shape.q_dtype))
@@ -37,7 +37,7 @@ def attention(problem: CallTensors, meter: Meter) -> Timer:
 class _Worker:
     """A timer that lives as long as the process behind it."""
 
-    def __init__(self, shape: cpu_attention.CallShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: cpu_attention.Shape, dtype: torch.dtype) -> None:
         self._context = cpu_attention.vllm(python(), shape, dtype)
         try:
             self._once = self._context.__enter__()
